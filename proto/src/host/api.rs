@@ -205,7 +205,7 @@ pub enum Input<P: Proofs> {
 }
 
 /// What a plane is asked to do. Every command of one grant or transfer goes to the same plane.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub enum PlaneCommand {
     /// Destination: accept writes of this grant, to these slots and pages and no others.
     /// Answered by [`Input::Armed`].
@@ -263,7 +263,7 @@ pub enum PlaneCommand {
 }
 
 /// Something to count or log. It changes nothing.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Observation {
     /// A request was turned away.
     Rejected(Rejection),
@@ -314,7 +314,7 @@ pub enum Observation {
 }
 
 /// What to do next. The caller does them in order.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Output {
     /// Send a message to an engine.
     Engine {
