@@ -1,5 +1,7 @@
 //! What a pool is: its layout, its geometry, and where each page lies.
 
+use alloc::vec::Vec;
+
 use crate::ids::Tag;
 use crate::limits;
 use crate::outcome::Rejection;
@@ -161,8 +163,8 @@ impl PageRun {
 }
 
 /// Joins sorted pages into runs.
-pub fn runs_of(pages: &[PageRef]) -> alloc::vec::Vec<PageRun> {
-    let mut runs: alloc::vec::Vec<PageRun> = alloc::vec::Vec::new();
+pub fn runs_of(pages: &[PageRef]) -> Vec<PageRun> {
+    let mut runs: Vec<PageRun> = Vec::new();
     for page in pages {
         match runs.last_mut() {
             Some(run) if run.region == page.region && run.first + run.count == page.position => {

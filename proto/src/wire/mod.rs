@@ -7,6 +7,8 @@
 mod convert;
 mod offer;
 mod pb;
+#[cfg(test)]
+mod tests;
 
 use alloc::vec::Vec;
 

@@ -1,5 +1,6 @@
 //! The protocol buffers, field number by field number. A number is never used for something else.
 
+use alloc::string::String;
 use alloc::vec::Vec;
 
 use bytes::Bytes;
@@ -68,8 +69,8 @@ message!(OfferBody {
     #[prost(bytes = "bytes", tag = "1")] node: Bytes,
     #[prost(uint64, tag = "2")] incarnation: u64,
     #[prost(uint64, tag = "3")] lease: u64,
-    #[prost(string, tag = "4")] tenant: alloc::string::String,
-    #[prost(string, tag = "5")] request: alloc::string::String,
+    #[prost(string, tag = "4")] tenant: String,
+    #[prost(string, tag = "5")] request: String,
     #[prost(message, optional, tag = "6")] tokens: Option<TokenRange>,
     #[prost(uint64, tag = "7")] expires_ms: u64,
 });
@@ -84,7 +85,7 @@ message!(Hello {
     #[prost(uint32, tag = "1")]
     version: u32,
     #[prost(string, tag = "2")]
-    name: alloc::string::String,
+    name: String,
 });
 message!(RegisterPool {
     #[prost(uint64, tag = "1")] seq: u64,
@@ -93,8 +94,8 @@ message!(RegisterPool {
 message!(Lease {
     #[prost(uint64, tag = "1")] seq: u64,
     #[prost(uint32, tag = "2")] pool: u32,
-    #[prost(string, tag = "3")] tenant: alloc::string::String,
-    #[prost(string, tag = "4")] request: alloc::string::String,
+    #[prost(string, tag = "3")] tenant: String,
+    #[prost(string, tag = "4")] request: String,
     #[prost(message, optional, tag = "5")] tokens: Option<TokenRange>,
     #[prost(uint32, tag = "6")] purpose: u32,
     #[prost(uint32, repeated, tag = "7")] named: Vec<u32>,
@@ -200,7 +201,7 @@ message!(Open {
     #[prost(bytes = "bytes", tag = "2")] offer: Bytes,
     #[prost(message, optional, tag = "3")] layout: Option<Layout>,
     #[prost(message, optional, tag = "4")] tokens: Option<TokenRange>,
-    #[prost(string, tag = "5")] tenant: alloc::string::String,
+    #[prost(string, tag = "5")] tenant: String,
     #[prost(uint32, tag = "6")] plane: u32,
 });
 message!(Refused {
