@@ -1,1 +1,11 @@
-//! Placeholder while the crate is being written.
+//! A thin engine over Fabric: a real decoder-only transformer with a paged KV cache.
+
+#![forbid(unsafe_code)]
+
+pub mod generate;
+pub mod gguf;
+pub mod kv;
+pub mod model;
+pub mod resolve;
+pub mod sampling;
+pub mod tokenizer;
