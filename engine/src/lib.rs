@@ -8,4 +8,5 @@ pub mod kv;
 pub mod model;
 pub mod resolve;
 pub mod sampling;
+pub mod serve;
 pub mod tokenizer;
