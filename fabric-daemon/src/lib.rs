@@ -1,1 +1,32 @@
-//! Placeholder while the crate is being written.
+//! The daemon of Fabric, as a library: one for each host; owns slots, links and transfers.
+//!
+//! This is the shell around the machine of `fabric-proto`, which decides everything. Here is what
+//! touches the world:
+//!
+//! - [`config`], [`store`]: what the operator says, and what survives the process;
+//! - `session`: engines, over a Unix socket; `link`: peers, over QUIC;
+//! - [`plane`]: what moves pages, and proves that it does so no more;
+//! - `driver`: the one task that calls the machine, and does what it says;
+//! - `metrics`, `admin`: what people see;
+//! - [`Daemon`], [`run`]: all of it together.
+#![deny(unsafe_code)]
+
+pub mod config;
+pub mod plane;
+pub mod store;
+
+mod admin;
+mod clock;
+mod daemon;
+mod driver;
+mod link;
+mod metrics;
+mod planes;
+mod registry;
+mod scrub;
+mod session;
+
+pub use config::Config;
+pub use daemon::{Daemon, RunError, StartError, Stopped, run};
+pub use link::{BindError, TlsError};
+pub use session::ListenError;

@@ -1,0 +1,10 @@
+//! The daemon's program.
+#![deny(unsafe_code)]
+
+mod cli;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

@@ -1,0 +1,498 @@
+//! The destination's side of every plane: who may write, and the proof that nobody writes any more.
+//!
+//! ```text
+//!          arm                     attach (key, link)
+//!  (none) ─────▶ open, no writer ─────────────────────▶ open, one writer
+//!                     │                                    │         │
+//!                     │ fence                        fence,│         │ drain
+//!                     ▼                        writer gone ▼         ▼
+//!                closed (Fence)                      closed (Fence)  closed (Drain)
+//! ```
+//!
+//! 1. The machine arms a grant; the plane says `Armed`.
+//! 2. A writer that shows the grant's key on the grant's link attaches. There is at most one.
+//! 3. Each piece of at most 256 KiB is copied into the pool under the grant's lock, if it is open.
+//! 4. The grant is closed under the same lock, by a drain, by a fence, or since its writer is gone.
+//!    It leaves the table, and then there is one proof.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::time::Duration;
+
+use fabric_ipc::Mapping;
+use fabric_proto::host::{Input, StoppedBy, WritesStopped};
+use fabric_proto::ids::{GrantId, LinkId, PoolId, Secret, SlotRef, Tag};
+use fabric_proto::pool::{PageRef, PageRun};
+use thiserror::Error;
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tracing::error;
+
+use super::area::Area;
+use super::faults::Faults;
+use super::outbox::Outbox;
+use super::pools::{Pool, Pools};
+use super::{PIECE_BYTES_MAX, lock};
+
+/// The proof that no write under a grant can still land.
+///
+/// It has no constructor, and its fields are private to this file, which makes one in two places:
+/// where a grant has been closed under the lock that every copy takes, and where a grant never came
+/// to be.
+#[derive(Debug)]
+#[must_use = "the slots stay held until the machine has it"]
+pub struct GrantStopped {
+    grant: GrantId,
+    by: StoppedBy,
+}
+
+impl WritesStopped for GrantStopped {
+    fn grant(&self) -> GrantId {
+        self.grant
+    }
+
+    fn by(&self) -> StoppedBy {
+        self.by
+    }
+}
+
+/// What [`GrantTable::arm`] is told of a grant.
+#[derive(Debug)]
+pub(super) struct Terms {
+    pub(super) grant: GrantId,
+    pub(super) link: LinkId,
+    pub(super) key: Secret,
+    pub(super) pool: PoolId,
+    pub(super) slots: Arc<[SlotRef]>,
+    /// Sorted; empty: every page of the slots.
+    pub(super) pages: Arc<[PageRun]>,
+}
+
+/// The open grants of a plane.
+#[derive(Debug)]
+pub(super) struct GrantTable {
+    outbox: Arc<Outbox>,
+    runtime: Handle,
+    // As many as the machine has open.
+    grants: Mutex<BTreeMap<GrantId, Arc<Grant>>>,
+    /// Wakes the task that says `Landed`.
+    armed: Arc<Notify>,
+}
+
+impl GrantTable {
+    /// An empty table, with its task on `runtime`.
+    pub(super) fn new(runtime: &Handle, outbox: Arc<Outbox>) -> Arc<Self> {
+        let table = Arc::new(Self {
+            outbox,
+            runtime: runtime.clone(),
+            grants: Mutex::default(),
+            armed: Arc::new(Notify::new()),
+        });
+        runtime.spawn(say_landed(
+            Arc::downgrade(&table),
+            Arc::clone(&table.armed),
+        ));
+        table
+    }
+
+    /// Opens a grant, and says so.
+    pub(super) fn arm(&self, pools: &Pools, terms: Terms) {
+        let Terms { grant, pool, .. } = terms;
+        let Some(opened) = Grant::open(pools, terms) else {
+            error!(%grant, %pool, "no such pool or slot to write to");
+            // S1: this grant is not in the table and never was, so no writer can attach to it.
+            let proof = GrantStopped {
+                grant,
+                by: StoppedBy::Fence,
+            };
+            self.outbox.post(Input::WritesStopped(proof));
+            return;
+        };
+        let before = lock(&self.grants).insert(grant, Arc::new(opened));
+        assert!(before.is_none(), "the machine never uses a grant id twice");
+        self.armed.notify_one();
+        self.outbox.post(Input::Armed { grant });
+    }
+
+    /// Closes a grant. The proof comes at once, or, where a copy holds the grant's lock just now, from
+    /// a task that waits for it. There is none where the grant is closed already: its proof was given.
+    pub(super) fn fence(self: &Arc<Self>, grant: GrantId) {
+        let Some(grant) = self.find(grant) else {
+            return;
+        };
+        grant.closing.store(true, Ordering::Relaxed);
+        match grant.state.try_lock() {
+            Ok(state) => self.close_locked(&grant, state, StoppedBy::Fence),
+            Err(TryLockError::Poisoned(poison)) => {
+                self.close_locked(&grant, poison.into_inner(), StoppedBy::Fence)
+            }
+            Err(TryLockError::WouldBlock) => {
+                let (table, waiting) = (Arc::clone(self), Arc::clone(&grant));
+                self.runtime.spawn_blocking(move || {
+                    table.close(&waiting, StoppedBy::Fence);
+                });
+                false
+            }
+        };
+    }
+
+    /// Makes the caller the writer of a grant.
+    ///
+    /// `may_write` says whether the caller speaks for a link. Checked after the key: who does not
+    /// know the key learns nothing else.
+    pub(super) fn attach(
+        self: &Arc<Self>,
+        grant: GrantId,
+        key: &Secret,
+        may_write: impl FnOnce(LinkId) -> bool,
+    ) -> Result<Attached, AttachError> {
+        let grant = self.find(grant).ok_or(AttachError::Unknown)?;
+        // S7: the key is a tag to the comparison, which takes the same time wherever they differ.
+        if Tag(grant.key.0) != Tag(key.0) {
+            return Err(AttachError::Key);
+        }
+        if !may_write(grant.link) {
+            return Err(AttachError::Link(grant.link));
+        }
+        let mut state = lock(&grant.state);
+        match *state {
+            State::Closed => return Err(AttachError::Unknown),
+            State::Open { attached: true } => return Err(AttachError::Taken),
+            State::Open { attached: false } => *state = State::Open { attached: true },
+        }
+        drop(state);
+        Ok(Attached {
+            table: Arc::clone(self),
+            grant,
+        })
+    }
+
+    fn find(&self, grant: GrantId) -> Option<Arc<Grant>> {
+        lock(&self.grants).get(&grant).map(Arc::clone)
+    }
+
+    /// Closes a grant; whether it was open.
+    fn close(&self, grant: &Grant, by: StoppedBy) -> bool {
+        grant.closing.store(true, Ordering::Relaxed);
+        let state = grant.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.close_locked(grant, state, by)
+    }
+
+    fn close_locked(
+        &self,
+        grant: &Grant,
+        mut state: MutexGuard<'_, State>,
+        by: StoppedBy,
+    ) -> bool {
+        if *state == State::Closed {
+            return false;
+        }
+        *state = State::Closed;
+        drop(state);
+        lock(&self.grants).remove(&grant.id);
+        grant.closed.notify_one();
+        // S1: every copy under this grant is made with `state` locked and open. We held that lock, so
+        // none is under way; it is closed for good, so none can begin.
+        let proof = GrantStopped {
+            grant: grant.id,
+            by,
+        };
+        self.outbox.post(Input::WritesStopped(proof));
+        true
+    }
+
+    /// Says of each grant whether bytes landed since the last time; whether there are grants.
+    fn report_landed(&self) -> bool {
+        let grants = lock(&self.grants);
+        if self.outbox.is_clear() {
+            for grant in grants.values() {
+                if grant.landed.swap(false, Ordering::Relaxed) {
+                    self.outbox.post(Input::Landed { grant: grant.id });
+                }
+            }
+        }
+        !grants.is_empty()
+    }
+}
+
+impl Drop for GrantTable {
+    fn drop(&mut self) {
+        // Its task finds the table gone.
+        self.armed.notify_one();
+    }
+}
+
+async fn say_landed(table: Weak<GrantTable>, armed: Arc<Notify>) {
+    loop {
+        armed.notified().await;
+        loop {
+            tokio::time::sleep(LANDED_EVERY).await;
+            let Some(table) = table.upgrade() else {
+                return;
+            };
+            if !table.report_landed() {
+                break;
+            }
+        }
+    }
+}
+
+/// The one writer of an open grant. Dropping it closes the grant, by fence if not by drain before:
+/// without its writer nothing more is to come.
+#[derive(Debug)]
+pub(super) struct Attached {
+    table: Arc<GrantTable>,
+    grant: Arc<Grant>,
+}
+
+impl Attached {
+    /// Bytes of the pool's pages.
+    pub(super) fn page_bytes(&self) -> u64 {
+        self.grant.area.page_bytes()
+    }
+
+    /// Regions of the pool.
+    pub(super) fn regions(&self) -> u16 {
+        self.grant.pool.spec.layout.regions
+    }
+
+    /// Checks that the grant allows every page of `run`.
+    // S7: a run is checked as a whole before any byte of it is copied.
+    pub(super) fn check(&self, run: PageRun) -> Result<(), PageRefused> {
+        if self.grant.allows(run) {
+            Ok(())
+        } else {
+            Err(PageRefused { run })
+        }
+    }
+
+    /// Copies `bytes` to where `run`, which was checked, has them from its byte `offset` on.
+    pub(super) fn write(
+        &self,
+        run: PageRun,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), GrantClosed> {
+        let piece_bytes = usize::try_from(PIECE_BYTES_MAX).expect("256 KiB fit usize");
+        let mut at = offset;
+        for piece in bytes.chunks(piece_bytes) {
+            self.grant.while_open(|memory, area| {
+                let mut rest = piece;
+                while !rest.is_empty() {
+                    let extent = area.extent(run, at, wide(rest.len()));
+                    let (now, later) = rest.split_at(narrow(extent.bytes));
+                    memory.write(extent.start, now).expect(IN_POOL);
+                    (at, rest) = (at + extent.bytes, later);
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Copies the next piece of `runs`, all of which were checked on both sides, out of another
+    /// pool's memory; how many bytes that was.
+    pub(super) fn copy(
+        &self,
+        memory: &Mapping,
+        area: &Area,
+        runs: &[PageRun],
+        cursor: &mut Cursor,
+        faults: &Faults,
+    ) -> Result<u64, GrantClosed> {
+        assert_eq!(
+            area.page_bytes(),
+            self.page_bytes(),
+            "pages of one size only are exchanged"
+        );
+        self.grant.while_open(|target_memory, target_area| {
+            let mut copied = 0;
+            while let Some(run) = runs.get(cursor.index) {
+                if copied == PIECE_BYTES_MAX {
+                    break;
+                }
+                let source = area.extent(*run, cursor.offset, PIECE_BYTES_MAX - copied);
+                let target = target_area.extent(*run, cursor.offset, source.bytes);
+                target_memory
+                    .copy_from(memory, source.start, target.start, target.bytes)
+                    .expect(IN_POOL);
+                if faults.may_flip() {
+                    flip(target_memory, target_area, *run, cursor.offset, target.bytes, faults);
+                }
+                copied += target.bytes;
+                cursor.offset += target.bytes;
+                if cursor.offset == target_area.run_bytes(*run) {
+                    *cursor = Cursor {
+                        index: cursor.index + 1,
+                        offset: 0,
+                    };
+                }
+            }
+            copied
+        })
+    }
+
+    /// Closes the grant; whether it was still open.
+    pub(super) fn close(&self, by: StoppedBy) -> bool {
+        self.table.close(&self.grant, by)
+    }
+
+    /// Waits until the grant is closed. For one caller at a time.
+    pub(super) async fn closed(&self) {
+        self.grant.closed.notified().await;
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.close(StoppedBy::Fence);
+    }
+}
+
+/// How far a list of runs has been copied.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Cursor {
+    /// Which run is next.
+    pub(super) index: usize,
+    /// How many of its bytes were copied.
+    pub(super) offset: u64,
+}
+
+/// Why a writer was not let in.
+#[derive(Clone, Copy, Debug, Eq, Error, PartialEq)]
+pub(super) enum AttachError {
+    /// It showed another key.
+    #[error("the key is not this grant's")]
+    Key,
+    /// It came over another link.
+    #[error("the grant is for link {0}")]
+    Link(LinkId),
+    /// There is a writer.
+    #[error("the grant has a writer")]
+    Taken,
+    /// There is no such grant, or no more.
+    #[error("no such grant")]
+    Unknown,
+}
+
+/// The grant was closed: nothing of this piece was copied.
+#[derive(Clone, Copy, Debug, Eq, Error, PartialEq)]
+#[error("the grant is closed")]
+pub(super) struct GrantClosed;
+
+/// A page that the grant does not allow.
+#[derive(Clone, Copy, Debug, Eq, Error, PartialEq)]
+#[error("the grant does not allow every page of {run:?}")]
+pub(super) struct PageRefused {
+    run: PageRun,
+}
+
+#[derive(Debug)]
+struct Grant {
+    id: GrantId,
+    link: LinkId,
+    key: Secret,
+    pool: Arc<Pool>,
+    area: Area,
+    pages: Arc<[PageRun]>,
+    state: Mutex<State>,
+    /// Somebody waits to close it: a hint to copiers not to take the lock again first. The mutex is
+    /// not fair, and only it decides.
+    closing: AtomicBool,
+    closed: Notify,
+    /// Bytes landed since the machine was last told.
+    landed: AtomicBool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum State {
+    Closed,
+    Open { attached: bool },
+}
+
+impl Grant {
+    fn open(pools: &Pools, terms: Terms) -> Option<Self> {
+        let pool = pools.find(terms.pool)?;
+        let area = Area::new(&pool.spec, terms.slots.iter().map(|slot| slot.index.0))?;
+        Some(Self {
+            id: terms.grant,
+            link: terms.link,
+            key: terms.key,
+            pool,
+            area,
+            pages: terms.pages,
+            state: Mutex::new(State::Open { attached: false }),
+            closing: AtomicBool::new(false),
+            closed: Notify::new(),
+            landed: AtomicBool::new(false),
+        })
+    }
+
+    /// Runs `copy` under the lock, if the grant is open. The only way from here to a pool's memory.
+    // S1, S7: no copy without an open grant, and none is under way when it closes.
+    fn while_open<T>(&self, copy: impl FnOnce(&Mapping, &Area) -> T) -> Result<T, GrantClosed> {
+        if self.closing.load(Ordering::Relaxed) {
+            return Err(GrantClosed);
+        }
+        let state = lock(&self.state);
+        if *state == State::Closed {
+            return Err(GrantClosed);
+        }
+        let copied = copy(&self.pool.memory, &self.area);
+        self.landed.store(true, Ordering::Relaxed);
+        drop(state);
+        Ok(copied)
+    }
+
+    fn allows(&self, run: PageRun) -> bool {
+        if !self.area.holds(run) {
+            return false;
+        }
+        // No overflow: the area holds the run.
+        let end = run.first + run.count;
+        let mut position = run.first;
+        while !self.pages.is_empty() && position < end {
+            let page = PageRef {
+                region: run.region,
+                position,
+            };
+            let after = self
+                .pages
+                .partition_point(|allowed| (allowed.region, allowed.first) <= (run.region, position));
+            match after.checked_sub(1).map(|index| self.pages[index]) {
+                Some(allowed) if allowed.contains(page) => {
+                    position = allowed.first.saturating_add(allowed.count);
+                }
+                Some(_) | None => return false,
+            }
+        }
+        true
+    }
+}
+
+/// Flips a bit of every page that begins within the `bytes` bytes of `run` from `offset` on, as long
+/// as the faults ask for it.
+fn flip(memory: &Mapping, area: &Area, run: PageRun, offset: u64, bytes: u64, faults: &Faults) {
+    let mut page_start = offset.next_multiple_of(area.page_bytes());
+    while page_start < offset + bytes && faults.flips_page() {
+        let extent = area.extent(run, page_start, 1);
+        let mut byte = [0];
+        memory.read(extent.start, &mut byte).expect(IN_POOL);
+        memory.write(extent.start, &[byte[0] ^ 1]).expect(IN_POOL);
+        page_start += area.page_bytes();
+    }
+}
+
+fn wide(bytes: usize) -> u64 {
+    u64::try_from(bytes).expect("no machine has more than 64-bit addresses")
+}
+
+/// Only for what is at most a slice's length.
+fn narrow(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("an extent is at most what was asked for")
+}
+
+const IN_POOL: &str = "an area lies within its pool, and a pool within its memory";
+
+/// How often the machine hears of a sign of life. Well below any silence that it would act on.
+const LANDED_EVERY: Duration = Duration::from_millis(50);

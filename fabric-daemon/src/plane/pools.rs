@@ -1,0 +1,63 @@
+//! The memory that planes move pages in and out of.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+use fabric_ipc::Mapping;
+use fabric_proto::ids::PoolId;
+use fabric_proto::pool::PoolSpec;
+
+use super::lock;
+
+/// A registered pool's memory.
+#[derive(Debug)]
+pub struct Pool {
+    /// What its engine said of it; checked.
+    pub spec: PoolSpec,
+    /// At least the spec's bytes.
+    pub memory: Mapping,
+    /// The sealed memory file, for the daemon of a destination on this host.
+    pub fd: OwnedFd,
+}
+
+/// The pools of this daemon. The driver fills it; planes look pools up.
+///
+/// A plane keeps the pools of its grants and writers alive by itself: what is removed here is
+/// unmapped once the last of them is over.
+#[derive(Debug, Default)]
+pub struct Pools {
+    pools: Mutex<HashMap<PoolId, Arc<Pool>>>,
+}
+
+impl Pools {
+    /// No pools.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a pool.
+    ///
+    /// # Panics
+    ///
+    /// If its memory is smaller than its spec says: whoever maps it has checked that.
+    pub fn insert(&self, id: PoolId, pool: Pool) {
+        assert!(
+            pool.memory.bytes() >= pool.spec.bytes(),
+            "a pool's memory holds all of its pages"
+        );
+        lock(&self.pools).insert(id, Arc::new(pool));
+    }
+
+    /// Takes a pool out.
+    pub fn remove(&self, id: PoolId) -> Option<Arc<Pool>> {
+        lock(&self.pools).remove(&id)
+    }
+
+    /// Looks a pool up.
+    #[must_use]
+    pub fn find(&self, id: PoolId) -> Option<Arc<Pool>> {
+        lock(&self.pools).get(&id).map(Arc::clone)
+    }
+}
