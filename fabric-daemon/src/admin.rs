@@ -1,7 +1,7 @@
 //! The page for operators and their tools: HTTP, read only.
 //!
-//! `/metrics` for Prometheus; `/healthz`: the process answers; `/readyz`: it serves, else 503 and why
-//! not; `/status`: what there is, as JSON.
+//! `/metrics` for Prometheus; `/healthz`: the process answers; `/readyz`: it serves, else 503 and
+//! why not; `/status`: what there is, as JSON.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
 use fabric_proto::host::Usage;
-use fabric_proto::ids::{Incarnation, NodeId};
 use fabric_proto::wire::PlaneKind;
 use serde_json::{Map, Value, json};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -25,25 +24,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::Sleep;
 use tracing::warn;
 
-use crate::clock::Clock;
-use crate::link::Links;
-use crate::metrics::{Gauges, Metrics, plane_label, states};
-use crate::planes::Planes;
-use crate::session::Sessions;
+use crate::daemon::Shell;
+use crate::metrics::{Gauges, plane_label, states};
 
 /// What the page shows.
 #[derive(Clone, Debug)]
 pub(crate) struct Page {
-    pub(crate) node: NodeId,
-    pub(crate) incarnation: Incarnation,
+    pub(crate) shell: Shell,
     pub(crate) planes_on: Vec<PlaneKind>,
-    pub(crate) clock: Clock,
     pub(crate) phase: watch::Receiver<Phase>,
     pub(crate) usage: watch::Receiver<Usage>,
-    pub(crate) sessions: Arc<Sessions>,
-    pub(crate) links: Arc<Links>,
-    pub(crate) planes: Arc<Planes>,
-    pub(crate) metrics: Arc<Metrics>,
 }
 
 /// How far the daemon is.
@@ -87,12 +77,12 @@ pub(crate) async fn serve(listener: TcpListener, page: Page) {
 async fn metrics(State(page): State<Arc<Page>>) -> Response {
     let gauges = Gauges {
         usage: *page.usage.borrow(),
-        links: page.links.count(),
-        sessions: page.sessions.count(),
-        refused: page.planes.refused(),
+        links: page.shell.links.count(),
+        sessions: page.shell.sessions.count(),
+        refused: page.shell.planes.refused(),
     };
     let kind = [(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)];
-    (kind, page.metrics.text(&gauges)).into_response()
+    (kind, page.shell.metrics.text(&gauges)).into_response()
 }
 
 async fn ready(State(page): State<Arc<Page>>) -> Response {
@@ -105,7 +95,7 @@ async fn ready(State(page): State<Arc<Page>>) -> Response {
 }
 
 async fn status(State(page): State<Arc<Page>>) -> Json<Value> {
-    let links = page.links.list().into_iter().map(|(link, about)| {
+    let links = page.shell.links.list().into_iter().map(|(link, about)| {
         json!({
             "link": link.0,
             "node": about.node.to_string(),
@@ -116,25 +106,30 @@ async fn status(State(page): State<Arc<Page>>) -> Json<Value> {
             "side": about.side.label(),
         })
     });
-    let sessions = page.sessions.list().into_iter().map(|(engine, about)| {
-        json!({
-            "engine": engine.0,
-            "name": about.name.as_str(),
-            "uid": about.uid,
-            "pid": about.pid,
-        })
-    });
+    let sessions = page
+        .shell
+        .sessions
+        .list()
+        .into_iter()
+        .map(|(engine, about)| {
+            json!({
+                "engine": engine.0,
+                "name": about.name.as_str(),
+                "uid": about.uid,
+                "pid": about.pid,
+            })
+        });
     let usage = *page.usage.borrow();
     let slots: Map<String, Value> = states(&usage)
         .into_iter()
         .map(|(state, slots)| (state.into(), slots.into()))
         .collect();
     Json(json!({
-        "node": page.node.to_string(),
-        "incarnation": page.incarnation.as_u64(),
+        "node": page.shell.node.to_string(),
+        "incarnation": page.shell.incarnation.as_u64(),
         "version": env!("CARGO_PKG_VERSION"),
         "phase": page.phase.borrow().label(),
-        "uptime_seconds": page.clock.now().0.as_secs(),
+        "uptime_seconds": page.shell.clock.now().0.as_secs(),
         "planes": labels(&page.planes_on),
         "links": links.collect::<Vec<_>>(),
         "sessions": sessions.collect::<Vec<_>>(),

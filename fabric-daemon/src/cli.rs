@@ -1,9 +1,10 @@
 //! The command line: parse, log, run, exit code.
 
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Parser, Subcommand};
 use fabric_daemon::config::{self, Config, ConfigError, Log, LogFormat};
 use fabric_daemon::store::{self, Origin};
@@ -49,8 +50,8 @@ enum Command {
 const AFTER_HELP: &str = "\
 To begin, on each host:
   1. fabric-daemon init --state-dir /var/lib/fabric       prints the node id
-  2. fabric-daemon config > /etc/fabric/daemon.toml       then name the engines, and the other hosts'
-                                                          node ids, in it
+  2. fabric-daemon config > /etc/fabric/daemon.toml       then name in it the engines, and the
+                                                          node ids of the other hosts
   3. fabric-daemon check --config /etc/fabric/daemon.toml
   4. fabric-daemon serve --config /etc/fabric/daemon.toml
 
@@ -66,15 +67,16 @@ Exit codes:
 /// Runs the program, from its arguments to its exit code.
 pub(crate) fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Check { config } => check(&config),
-        Command::Config => print_config(),
-        Command::Init { state_dir, json } => init(&state_dir, json),
+        Command::Check { config } => check(&config).map(|()| ExitCode::SUCCESS),
+        Command::Config => print_config().map(|()| ExitCode::SUCCESS),
+        Command::Init { state_dir, json } => init(&state_dir, json).map(|()| ExitCode::SUCCESS),
         Command::Serve { config } => serve(&config),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
-            eprintln!("fabric-daemon: {error:#}");
+            // Not the chain: each message has its cause in it.
+            eprintln!("fabric-daemon: {}", error.to_string().trim_end());
             if error.downcast_ref::<ConfigError>().is_some() {
                 ExitCode::from(EXIT_CONFIG)
             } else {
@@ -97,10 +99,8 @@ fn check(path: &Path) -> Result<()> {
 }
 
 fn print_config() -> Result<()> {
-    use std::io::Write;
     let mut out = std::io::stdout().lock();
-    out.write_all(config::template().as_bytes())
-        .context("print")
+    Ok(out.write_all(config::template().as_bytes())?)
 }
 
 fn init(state_dir: &Path, as_json: bool) -> Result<()> {
@@ -119,7 +119,8 @@ fn init(state_dir: &Path, as_json: bool) -> Result<()> {
     Ok(())
 }
 
-fn serve(path: &Path) -> Result<()> {
+/// Once there is a log, what goes wrong is said there.
+fn serve(path: &Path) -> Result<ExitCode> {
     let config = Config::load(path)?;
     start_log(&config.log);
     std::panic::set_hook(Box::new(|panic| {
@@ -131,25 +132,27 @@ fn serve(path: &Path) -> Result<()> {
     }));
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
-        .build()
-        .context("start the runtime")?;
+        .build()?;
     let result = runtime.block_on(fabric_daemon::run(config));
     // Tasks that still block (a scrub) end with the process.
     runtime.shutdown_background();
     match result {
-        Ok(()) => info!("exit"),
+        Ok(()) => {
+            info!("exit");
+            Ok(ExitCode::SUCCESS)
+        }
         Err(error) => {
             error!("{error}");
-            return Err(error.into());
+            Ok(ExitCode::FAILURE)
         }
     }
-    Ok(())
 }
 
 fn start_log(log: &Log) {
     let filter = EnvFilter::try_new(&log.level).expect("the configuration was checked");
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
     match log.format {
         LogFormat::Json => subscriber.json().init(),

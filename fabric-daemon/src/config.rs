@@ -1,7 +1,7 @@
 //! The configuration file: read once, checked once, typed from then on.
 //!
 //! The file is TOML. An unknown key is an error, and every error names the key, its value and the
-//! bound that it breaks. [`template`] is a whole file with every key, its default and its bounds; it
+//! bound that it breaks. [`template()`] is a whole file with every key, its default and bounds; it
 //! is made from the same tables that the parser uses, so the two cannot disagree.
 
 mod raw;

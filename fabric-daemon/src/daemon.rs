@@ -26,12 +26,12 @@ use crate::plane::{Pools, ShmError};
 use crate::planes::Planes;
 use crate::scrub::Scrubber;
 use crate::session::{self, ListenError, Sessions};
-use crate::store::{Store, StoreError};
+use crate::store::{Identity, Store, StoreError};
 
 /// A daemon that runs, on the runtime that it was started on.
 ///
-/// Calling order: [`Daemon::start`], then [`Daemon::stop`]. Dropped without `stop`, it ends at once:
-/// nothing is drained, as if the process had died.
+/// Calling order: [`Daemon::start`], then [`Daemon::stop`]. Dropped without `stop`, it ends at
+/// once: nothing is drained, as if the process had died.
 #[derive(Debug)]
 pub struct Daemon {
     node: NodeId,
@@ -50,6 +50,57 @@ pub struct Daemon {
     page: JoinHandle<()>,
     /// Holds the state directory.
     _store: Store,
+}
+
+/// What both the driver and the admin page need.
+#[derive(Clone, Debug)]
+pub(crate) struct Shell {
+    pub(crate) node: NodeId,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) clock: Clock,
+    pub(crate) sessions: Arc<Sessions>,
+    pub(crate) links: Arc<Links>,
+    pub(crate) planes: Arc<Planes>,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+impl Shell {
+    fn new(
+        config: &Config,
+        clock: Clock,
+        identity: Identity,
+        incarnation: Incarnation,
+        pools: &Arc<Pools>,
+        events: &mpsc::Sender<Event>,
+    ) -> Result<Self, StartError> {
+        let node = identity.node;
+        let metrics = Arc::new(Metrics::new(node, incarnation));
+        let planes = Arc::new(Planes::new(config, pools, events)?);
+        let sessions = Sessions::new(
+            config.engines.clone(),
+            Arc::clone(pools),
+            events.clone(),
+            Arc::clone(&metrics),
+        );
+        let links = Links::new(
+            config.listen.peers,
+            own(config, node, incarnation),
+            identity,
+            AllowList::new(&config.peers, node),
+            Arc::clone(&planes),
+            events.clone(),
+            Arc::clone(&metrics),
+        )?;
+        Ok(Self {
+            node,
+            incarnation,
+            clock,
+            sessions,
+            links,
+            planes,
+            metrics,
+        })
+    }
 }
 
 /// How a daemon stopped.
@@ -149,60 +200,31 @@ impl Daemon {
         let clock = Clock::start();
         let store = Store::open(&config.state_dir)?;
         let identity = store.identity()?;
-        let node = identity.node;
-        // Before anything is bound, so that two daemons cannot both come this far.
+        // S6: before anything is bound, so that nothing is said in an earlier life's name.
         let incarnation = store.next_incarnation()?;
         warn_of(&config);
         let (events, received) = mpsc::channel(EVENTS_MAX);
         let (usage, usage_seen) = watch::channel(Usage::default());
         let (phase, phase_seen) = watch::channel(Phase::Starting);
-        let metrics = Arc::new(Metrics::new(node, incarnation));
         let pools = Arc::new(Pools::new());
-        let host = Host::new(host_config(&config, node, incarnation)?);
-
+        let host = Host::new(host_config(&config, identity.node, incarnation)?);
         let admin_socket = bind_admin(config.listen.admin).await?;
         let admin = admin_socket.local_addr()?;
         let engine_socket = session::listen(&config.listen.engines)?;
-        let planes = Arc::new(Planes::new(&config, &pools, &events)?);
-        let sessions = Sessions::new(
-            config.engines.clone(),
-            Arc::clone(&pools),
-            events.clone(),
-            Arc::clone(&metrics),
-        );
-        let links = Links::new(
-            config.listen.peers,
-            own(&config, node, incarnation),
-            identity,
-            AllowList::new(&config.peers, node),
-            Arc::clone(&planes),
-            events.clone(),
-            Arc::clone(&metrics),
-        )?;
-        let peers = links.address()?;
+        let shell = Shell::new(&config, clock, identity, incarnation, &pools, &events)?;
+        let (node, peers) = (shell.node, shell.links.address()?);
+        let (sessions, links) = (Arc::clone(&shell.sessions), Arc::clone(&shell.links));
 
         let page = Page {
-            node,
-            incarnation,
+            shell: shell.clone(),
             planes_on: config.planes.clone(),
-            clock,
             phase: phase_seen,
             usage: usage_seen,
-            sessions: Arc::clone(&sessions),
-            links: Arc::clone(&links),
-            planes: Arc::clone(&planes),
-            metrics: Arc::clone(&metrics),
         };
         let parts = Parts {
-            node,
-            incarnation,
-            clock,
-            sessions: Arc::clone(&sessions),
-            links: Arc::clone(&links),
-            planes,
+            shell,
             scrubber: Scrubber::new(Arc::clone(&pools), events.clone()),
             pools,
-            metrics,
             usage,
         };
         let driver = tokio::spawn(Driver::new(host, parts, received).run());
@@ -212,16 +234,15 @@ impl Daemon {
         ];
         let page = tokio::spawn(admin::serve(admin_socket, page));
         phase.send_replace(Phase::Serving);
-        info!(
-            %node, %incarnation, %peers, %admin,
-            engines = %config.listen.engines.display(), planes = ?config.planes, "serving"
-        );
+        let (engines, planes) = (config.listen.engines, config.planes);
+        let socket = engines.display();
+        info!(%node, %incarnation, %peers, %admin, engines = %socket, ?planes, "serving");
         Ok(Self {
             node,
             incarnation,
             peers,
             admin,
-            engines: config.listen.engines,
+            engines,
             grace: config.shutdown_grace,
             events,
             phase,
@@ -275,7 +296,11 @@ impl Daemon {
                 Stopped::GraceExpired
             }
             Err(_) => {
-                error!(grace = ?self.grace, "not everything was drained in time; ending all the same");
+                let grace = self.grace;
+                error!(
+                    ?grace,
+                    "not everything was drained in time; ending all the same"
+                );
                 Stopped::GraceExpired
             }
         };

@@ -14,20 +14,17 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use fabric_proto::host::{Host, Input, Output, PlaneCommand, Proofs, Usage, WritesStopped};
-use fabric_proto::ids::{EngineId, Incarnation, LeaseId, LinkId, NodeId, TransferId};
+use fabric_proto::ids::{EngineId, LeaseId, LinkId, TransferId};
 use fabric_proto::time::Now;
 use fabric_proto::wire::{ToDaemon, ToEngine};
 use tokio::sync::{mpsc, watch};
 use tracing::{debug, error, info};
 
-use crate::clock::Clock;
-use crate::link::Links;
+use crate::daemon::Shell;
 use crate::metrics::{Metrics, plane_label, stopped_by};
 use crate::plane::{PlaneProofs, Pools};
-use crate::planes::Planes;
 use crate::registry::Closing;
 use crate::scrub::Scrubber;
-use crate::session::Sessions;
 
 /// What everybody tells the driver.
 pub(crate) type Event = Input<PlaneProofs>;
@@ -38,15 +35,9 @@ pub(crate) const EVENTS_MAX: usize = 4096;
 /// Whom the driver does outputs with.
 #[derive(Debug)]
 pub(crate) struct Parts {
-    pub(crate) node: NodeId,
-    pub(crate) incarnation: Incarnation,
-    pub(crate) clock: Clock,
-    pub(crate) sessions: Arc<Sessions>,
-    pub(crate) links: Arc<Links>,
-    pub(crate) planes: Arc<Planes>,
+    pub(crate) shell: Shell,
     pub(crate) pools: Arc<Pools>,
     pub(crate) scrubber: Scrubber,
-    pub(crate) metrics: Arc<Metrics>,
     pub(crate) usage: watch::Sender<Usage>,
 }
 
@@ -105,7 +96,7 @@ impl Driver {
         let mut batch = Vec::with_capacity(BATCH_EVENTS_MAX);
         while self.life == Life::Running {
             let deadline = self.host.deadline();
-            let clock = self.parts.clock;
+            let clock = self.parts.shell.clock;
             let due = async move {
                 match deadline {
                     Some(at) => tokio::time::sleep(clock.until(at)).await,
@@ -122,7 +113,7 @@ impl Driver {
                 }
                 () = due => batch.push(Input::Tick),
             }
-            self.parts.metrics.handled(batch.len() as u64);
+            self.parts.shell.metrics.handled(batch.len() as u64);
             for event in batch.drain(..) {
                 self.take(event);
             }
@@ -134,7 +125,7 @@ impl Driver {
     fn take(&mut self, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next {
-            let now = self.parts.clock.now();
+            let now = self.parts.shell.clock.now();
             self.note_input(&event);
             self.host.handle(now, event);
             while let Some(output) = self.host.poll() {
@@ -143,7 +134,7 @@ impl Driver {
             self.handled += 1;
             if self.handled.is_multiple_of(INVARIANTS_EVERY) {
                 self.host.invariants();
-                self.parts.metrics.invariants_checked();
+                self.parts.shell.metrics.invariants_checked();
             }
             next = self.loopback.queue.pop_front();
         }
@@ -154,16 +145,19 @@ impl Driver {
         match output {
             Output::Engine { engine, message } => {
                 self.timings
-                    .to_engine(&parts.metrics, now, engine, &message);
-                parts.sessions.send(engine, &message);
+                    .told_engine(&parts.shell.metrics, now, engine, &message);
+                parts.shell.sessions.send(engine, &message);
             }
             Output::CloseEngine { engine, reason } => {
-                parts.sessions.close(engine, Closing::Misbehaved(reason));
+                parts
+                    .shell
+                    .sessions
+                    .close(engine, Closing::Misbehaved(reason));
             }
             Output::Peer { link, message } if link == LinkId::LOOPBACK => {
                 self.loopback.queue.push_back(Input::Peer { link, message });
             }
-            Output::Peer { link, message } => parts.links.send(link, &message),
+            Output::Peer { link, message } => parts.shell.links.send(link, &message),
             Output::CloseLink { link, reason } if link == LinkId::LOOPBACK => {
                 // Both ends are this machine, so the fault is here.
                 error!("the daemon broke the protocol with itself: {reason}");
@@ -172,13 +166,13 @@ impl Driver {
                 self.loopback.queue.push_back(Input::LinkDown { link });
             }
             Output::CloseLink { link, reason } => {
-                parts.links.close(link, Closing::Misbehaved(reason));
+                parts.shell.links.close(link, Closing::Misbehaved(reason));
             }
-            Output::Connect { node } if node == parts.node => self.loop_back(),
-            Output::Connect { node } => parts.links.connect(node),
+            Output::Connect { node } if node == parts.shell.node => self.loop_back(),
+            Output::Connect { node } => parts.shell.links.connect(node),
             Output::Plane { plane, command } => {
                 note_command(plane_label(plane), &command);
-                parts.planes.submit(plane, command);
+                parts.shell.planes.submit(plane, command);
             }
             Output::Scrub { pool, slots } => parts.scrubber.submit(pool, slots),
             Output::Unmap { pool } => {
@@ -186,7 +180,7 @@ impl Driver {
                 // Giving back many gigabytes takes a while.
                 tokio::task::spawn_blocking(move || drop(pool));
             }
-            Output::Observe(observation) => parts.metrics.observe(&observation),
+            Output::Observe(observation) => parts.shell.metrics.observe(&observation),
             Output::ShutdownComplete => self.life = Life::Over,
         }
     }
@@ -199,19 +193,20 @@ impl Driver {
         self.loopback.state = LoopbackState::Up;
         self.loopback.queue.push_back(Input::LinkUp {
             link: LinkId::LOOPBACK,
-            node: self.parts.node,
-            incarnation: self.parts.incarnation,
-            planes: self.parts.planes.loopback(),
+            node: self.parts.shell.node,
+            incarnation: self.parts.shell.incarnation,
+            planes: self.parts.shell.planes.loopback(),
         });
     }
 
+    #[expect(clippy::wildcard_enum_match_arm, reason = "most inputs are not noted")]
     fn note_input(&mut self, event: &Event) {
         match event {
             Input::WritesStopped(proof) => note_stopped::<PlaneProofs>(proof),
             Input::Written {
                 transfer, bytes, ..
             } => {
-                self.parts.metrics.written(*bytes);
+                self.parts.shell.metrics.written(*bytes);
                 self.timings.written(*transfer, *bytes);
             }
             Input::EngineGone { engine } => self.timings.engine_gone(*engine),
@@ -275,7 +270,11 @@ struct Send {
 }
 
 impl Timings {
-    fn to_engine(&mut self, metrics: &Metrics, now: Now, engine: EngineId, message: &ToEngine) {
+    #[expect(
+        clippy::wildcard_enum_match_arm,
+        reason = "the others begin and end nothing"
+    )]
+    fn told_engine(&mut self, metrics: &Metrics, now: Now, engine: EngineId, message: &ToEngine) {
         let since = |began: Now| now.0.saturating_sub(began.0);
         match message {
             ToEngine::SendOpened {

@@ -1,8 +1,8 @@
 //! What is counted, for Prometheus.
 //!
-//! What is outstanding is the difference of two counters, started and ended: a scrape that comes late
-//! still sees every change. Labels come from enumerations, never from a request or a tenant, and every
-//! combination that can be known is there from the start, at 0.
+//! What is outstanding is the difference of two counters, started and ended: a scrape that comes
+//! late still sees every change. Labels come from enumerations, never from a request or a tenant,
+//! and every combination that can be known is there from the start, at 0.
 
 use std::time::Duration;
 
@@ -69,6 +69,7 @@ pub(crate) struct Gauges {
 }
 
 impl Metrics {
+    #[expect(clippy::too_many_lines, reason = "a table: one entry a metric")]
     pub(crate) fn new(node: NodeId, incarnation: Incarnation) -> Self {
         let set = Set(Registry::new());
         let metrics = Self {

@@ -7,8 +7,8 @@
 //!           incarnation       the last one that was used
 //! ```
 //!
-//! A file is written beside its place, synced, renamed into it, and the directory is synced; so at a
-//! crash there is the old one or the new one. What cannot be read is an error at start, never a
+//! A file is written beside its place, synced, renamed into it, and the directory is synced; so at
+//! a crash there is the old one or the new one. What cannot be read is an error at start, never a
 //! reason to begin anew: an incarnation that goes back would make old offers and epochs live again.
 //!
 //! The lock keeps two daemons out of one directory. It says nothing about a predecessor's data
@@ -238,7 +238,8 @@ pub enum StoreError {
     /// The incarnation cannot be read.
     #[error(
         "{}: {bytes} bytes that are not an incarnation; put back the file as it was, or make a new \
-         identity in an empty directory: starting over would make old offers valid again", .path.display()
+         identity in an empty directory: starting over would make old offers valid again",
+        .path.display()
     )]
     IncarnationCorrupt {
         /// The file.
@@ -263,7 +264,10 @@ pub enum StoreError {
         error: io::Error,
     },
     /// The private key is not private.
-    #[error("{}: others can read the key: mode {got:04o}, and {want:04o} is needed", .path.display())]
+    #[error(
+        "{}: others can read the key: mode {got:04o}, and {want:04o} is needed",
+        .path.display()
+    )]
     KeyReadable {
         /// The file.
         path: PathBuf,

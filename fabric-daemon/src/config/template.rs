@@ -14,8 +14,8 @@ use super::{
 #[must_use]
 pub fn template() -> String {
     let mut text = format!(
-        r#"# Configuration of fabric-daemon. Every key is here, with its default; a key that is left out has
-# it too. What has no default is commented out. An unknown key is an error.
+        r#"# Configuration of fabric-daemon. Every key is here, with its default; one that is left
+# out has it too. What has no default is commented out. An unknown key is an error.
 # Check a file with: fabric-daemon check --config FILE
 
 # Where the identity and the incarnation are kept. Made by: fabric-daemon init --state-dir DIR

@@ -9,7 +9,7 @@
 //! 1. TLS proves which node the peer is, by its certificate alone: see [`tls`].
 //! 2. Whoever connected opens one bidirectional stream. Each side says hello on it: version,
 //!    incarnation, planes, and where it listens on this host, if it is this host.
-//! 3. The planes hear of the link, then the machine. From then on every message goes to the machine.
+//! 3. The planes hear of the link, then the machine. From then on each message goes to the machine.
 //! 4. However a link ends, the planes hear of it, and then the machine, exactly once.
 //!
 //! Unidirectional streams belong to the `quic` plane. Two nodes may have several links (they may
@@ -604,4 +604,8 @@ const HANDSHAKES_MAX: usize = 64;
 const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 
 #[cfg(test)]
+#[expect(
+    clippy::wildcard_enum_match_arm,
+    reason = "a test names what it expects; all else is a failure"
+)]
 mod tests;

@@ -179,7 +179,10 @@ async fn two_nodes_link_talk_and_part() {
     let (left_id, right_id) = (left.node, right.node);
     let mut right = Node::new(right, 1, &[(left_id, nowhere())]);
     let mut left = Node::new(left, 1, &[(right_id, right.address())]);
+    lock(&left.links.dialing).insert(right_id);
     left.links.connect(right_id);
+    left.counts("fabric_link_dials_started_total 0");
+    lock(&left.links.dialing).remove(&right_id);
     left.links.connect(right_id);
     let (there, back) = (left.is_up(right_id).await, right.is_up(left_id).await);
     left.is_quiet();

@@ -1,8 +1,8 @@
 //! Who may be at the other end of a link: certificates by their hash, and nothing else.
 //!
 //! A certificate says nothing but its key. Whoever proves, in the handshake, to have the key of a
-//! certificate whose BLAKE3 hash is on the allow-list is that node. Names, dates and issuers are not
-//! looked at: there is no authority to trust, and none to fool.
+//! certificate whose BLAKE3 hash is on the allow-list is that node. Names, dates and issuers are
+//! not looked at: there is no authority to trust, and none to fool.
 
 use std::sync::Arc;
 

@@ -31,9 +31,10 @@ impl Faults {
         self.flip_pages.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether a writer that has posted `bytes` bytes posts no more.
-    pub(super) fn stalls_at(&self, bytes: u64) -> bool {
-        self.stall_after_bytes.is_some_and(|after| bytes >= after)
+    /// How many bytes a writer that has posted `posted` bytes may still post.
+    pub(super) fn room(&self, posted: u64) -> u64 {
+        self.stall_after_bytes
+            .map_or(u64::MAX, |after| after.saturating_sub(posted))
     }
 }
 
@@ -50,8 +51,8 @@ impl Faults {
         false
     }
 
-    /// Never.
-    pub(super) fn stalls_at(&self, _bytes: u64) -> bool {
-        false
+    /// As many as it likes.
+    pub(super) fn room(&self, _posted: u64) -> u64 {
+        u64::MAX
     }
 }

@@ -89,10 +89,7 @@ impl GrantTable {
             grants: Mutex::default(),
             armed: Arc::new(Notify::new()),
         });
-        runtime.spawn(say_landed(
-            Arc::downgrade(&table),
-            Arc::clone(&table.armed),
-        ));
+        runtime.spawn(say_landed(Arc::downgrade(&table), Arc::clone(&table.armed)));
         table
     }
 
@@ -115,8 +112,9 @@ impl GrantTable {
         self.outbox.post(Input::Armed { grant });
     }
 
-    /// Closes a grant. The proof comes at once, or, where a copy holds the grant's lock just now, from
-    /// a task that waits for it. There is none where the grant is closed already: its proof was given.
+    /// Closes a grant. The proof comes at once, or, where a copy holds the grant's lock just now,
+    /// from a task that waits for it. There is none where the grant is closed already: its proof
+    /// was given.
     pub(super) fn fence(self: &Arc<Self>, grant: GrantId) {
         let Some(grant) = self.find(grant) else {
             return;
@@ -179,12 +177,7 @@ impl GrantTable {
         self.close_locked(grant, state, by)
     }
 
-    fn close_locked(
-        &self,
-        grant: &Grant,
-        mut state: MutexGuard<'_, State>,
-        by: StoppedBy,
-    ) -> bool {
+    fn close_locked(&self, grant: &Grant, mut state: MutexGuard<'_, State>, by: StoppedBy) -> bool {
         if *state == State::Closed {
             return false;
         }
@@ -192,8 +185,8 @@ impl GrantTable {
         drop(state);
         lock(&self.grants).remove(&grant.id);
         grant.closed.notify_one();
-        // S1: every copy under this grant is made with `state` locked and open. We held that lock, so
-        // none is under way; it is closed for good, so none can begin.
+        // S1: every copy under this grant is made with `state` locked and open. We held that lock,
+        // so none is under way; it is closed for good, so none can begin.
         let proof = GrantStopped {
             grant: grant.id,
             by,
@@ -268,12 +261,7 @@ impl Attached {
     }
 
     /// Copies `bytes` to where `run`, which was checked, has them from its byte `offset` on.
-    pub(super) fn write(
-        &self,
-        run: PageRun,
-        offset: u64,
-        bytes: &[u8],
-    ) -> Result<(), GrantClosed> {
+    pub(super) fn write(&self, run: PageRun, offset: u64, bytes: &[u8]) -> Result<(), GrantClosed> {
         let piece_bytes = usize::try_from(PIECE_BYTES_MAX).expect("256 KiB fit usize");
         let mut at = offset;
         for piece in bytes.chunks(piece_bytes) {
@@ -317,7 +305,14 @@ impl Attached {
                     .copy_from(memory, source.start, target.start, target.bytes)
                     .expect(IN_POOL);
                 if faults.may_flip() {
-                    flip(target_memory, target_area, *run, cursor.offset, target.bytes, faults);
+                    flip(
+                        target_memory,
+                        target_area,
+                        *run,
+                        cursor.offset,
+                        target.bytes,
+                        faults,
+                    );
                 }
                 copied += target.bytes;
                 cursor.offset += target.bytes;
@@ -456,9 +451,9 @@ impl Grant {
                 region: run.region,
                 position,
             };
-            let after = self
-                .pages
-                .partition_point(|allowed| (allowed.region, allowed.first) <= (run.region, position));
+            let after = self.pages.partition_point(|allowed| {
+                (allowed.region, allowed.first) <= (run.region, position)
+            });
             match after.checked_sub(1).map(|index| self.pages[index]) {
                 Some(allowed) if allowed.contains(page) => {
                     position = allowed.first.saturating_add(allowed.count);
@@ -470,8 +465,8 @@ impl Grant {
     }
 }
 
-/// Flips a bit of every page that begins within the `bytes` bytes of `run` from `offset` on, as long
-/// as the faults ask for it.
+/// Flips a bit of every page that begins within the `bytes` bytes of `run` from `offset` on, as
+/// long as the faults ask for it.
 fn flip(memory: &Mapping, area: &Area, run: PageRun, offset: u64, bytes: u64, faults: &Faults) {
     let mut page_start = offset.next_multiple_of(area.page_bytes());
     while page_start < offset + bytes && faults.flips_page() {
@@ -496,3 +491,120 @@ const IN_POOL: &str = "an area lies within its pool, and a pool within its memor
 
 /// How often the machine hears of a sign of life. Well below any silence that it would act on.
 const LANDED_EVERY: Duration = Duration::from_millis(50);
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::plane::testing::{self, Event, Side};
+    use fabric_proto::host::PlaneCommand;
+    use fabric_proto::wire::PlaneKind;
+
+    const LINK: LinkId = LinkId(1);
+
+    /// A plane that is nothing but its table.
+    struct TablePlane {
+        table: Arc<GrantTable>,
+        pools: Arc<Pools>,
+    }
+
+    impl crate::plane::Plane for TablePlane {
+        fn kind(&self) -> PlaneKind {
+            PlaneKind::Shm
+        }
+
+        fn submit(&self, command: PlaneCommand) {
+            let PlaneCommand::Arm {
+                grant,
+                link,
+                key,
+                pool,
+                slots,
+                pages,
+            } = command
+            else {
+                panic!("{command:?}");
+            };
+            let terms = Terms {
+                grant,
+                link,
+                key,
+                pool,
+                slots,
+                pages,
+            };
+            self.table.arm(&self.pools, terms);
+        }
+
+        fn link_down(&self, _link: LinkId) {}
+    }
+
+    /// A pool of ones, and grant 1 for its first slot, with its writer.
+    fn armed() -> (Side, Arc<GrantTable>, Attached) {
+        let runtime = Handle::current();
+        let mut table = None;
+        let side = Side::new(|pools, events| {
+            let outbox = Outbox::new(&runtime, events);
+            let made = table.insert(GrantTable::new(&runtime, outbox));
+            TablePlane {
+                table: Arc::clone(made),
+                pools,
+            }
+        });
+        let table = table.unwrap();
+        side.fill(testing::spec(1, 100, 2), &mut testing::Random::new(41));
+        side.arm(1, LINK, &[0], &[]);
+        let key = testing::key(1);
+        let attached = table.attach(GrantId(1), &key, |link| link == LINK).unwrap();
+        (side, table, attached)
+    }
+
+    // S1: the copier has seen an open grant, and the fence takes the lock before it.
+    #[tokio::test]
+    async fn copier_that_waits_while_the_grant_is_closed_copies_nothing() {
+        let (mut side, table, attached) = armed();
+        let before = side.contents();
+        let grant = Arc::clone(&attached.grant);
+        let state = lock(&grant.state);
+        let copier = thread::spawn(move || {
+            let outcome = attached.write(testing::run(0, 0, 1), 0, &[0; 100]);
+            (attached, outcome)
+        });
+        thread::sleep(Duration::from_millis(50));
+        assert!(table.close_locked(&grant, state, StoppedBy::Fence));
+        let (_attached, outcome) = copier.join().unwrap();
+        assert_eq!(outcome, Err(GrantClosed));
+        assert!(side.contents() == before);
+        assert_eq!(side.wait_writes_stopped(1).await, StoppedBy::Fence);
+    }
+
+    // S1: the proof comes after the copy, and `fence` itself does not wait for that.
+    #[tokio::test]
+    async fn fence_gives_its_proof_only_when_the_copy_under_way_is_over() {
+        let (mut side, table, attached) = armed();
+        let (begun, has_begun) = std::sync::mpsc::sync_channel(0);
+        let (end, may_end) = std::sync::mpsc::sync_channel(0);
+        let copier = thread::spawn(move || {
+            let outcome = attached.grant.while_open(|_, _| {
+                begun.send(()).unwrap();
+                may_end.recv().unwrap();
+            });
+            (attached, outcome)
+        });
+        has_begun.recv().unwrap();
+        table.fence(GrantId(1));
+        side.settle().await;
+        assert_eq!(side.log, [Event::Armed(1)], "a copy is under way");
+        end.send(()).unwrap();
+        let (attached, outcome) = copier.join().unwrap();
+        assert_eq!(outcome, Ok(()));
+        assert_eq!(side.wait_writes_stopped(1).await, StoppedBy::Fence);
+        let late = attached.write(testing::run(0, 0, 1), 0, &[0; 100]);
+        assert_eq!(late, Err(GrantClosed));
+        drop(attached);
+        table.fence(GrantId(1));
+        side.settle().await;
+        assert_eq!(side.log.len(), 2, "one proof: {:?}", side.log);
+    }
+}

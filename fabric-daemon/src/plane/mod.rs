@@ -40,9 +40,7 @@ use fabric_proto::wire::PlaneKind;
 pub use faults::Faults;
 pub use grants::GrantStopped;
 pub use pools::{Pool, Pools};
-pub use quic::{
-    QuicLimits, QuicPlane, UDP_PAYLOAD_BYTES_MAX, UDP_SOCKET_BUFFER_BYTES, transport_config,
-};
+pub use quic::{QuicLimits, QuicPlane, UDP_PAYLOAD_BYTES_MAX, transport_config};
 pub use shm::{ShmError, ShmPlane};
 pub use source::SourceStopped;
 

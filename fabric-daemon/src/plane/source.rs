@@ -38,7 +38,8 @@ impl ReadsStopped for SourceStopped {
 /// `OpenWriter`, whatever became of it.
 #[derive(Debug)]
 pub(super) struct Source {
-    // Before `reading`, as fields are dropped in this order: the pool is let go, then comes the proof.
+    // Before `reading`, as fields are dropped in this order: the pool is let go, then comes the
+    // proof.
     pub(super) pool: Arc<Pool>,
     pub(super) pool_id: PoolId,
     pub(super) area: Area,

@@ -104,6 +104,10 @@ pub(super) enum Event {
 }
 
 impl Event {
+    #[expect(
+        clippy::wildcard_enum_match_arm,
+        reason = "everything else is not a plane's"
+    )]
     fn of(input: Input<PlaneProofs>) -> Self {
         match input {
             Input::Armed { grant } => Self::Armed(grant.0),
@@ -156,17 +160,22 @@ impl Side {
     }
 
     pub(super) async fn wait_writes_stopped(&mut self, grant: u64) -> StoppedBy {
-        let event = self
-            .wait(|event| matches!(event, Event::WritesStopped(of, _) if *of == grant))
-            .await;
-        match event {
-            Event::WritesStopped(_, by) => by,
-            other => panic!("{other:?}"),
-        }
+        let by = |event: &Event| match *event {
+            Event::WritesStopped(of, by) if of == grant => Some(by),
+            Event::Armed(_)
+            | Event::Landed(_)
+            | Event::ReadsStopped(_)
+            | Event::WriterFailed(_)
+            | Event::WritesStopped(..)
+            | Event::Written(..) => None,
+        };
+        let event = self.wait(|event| by(event).is_some()).await;
+        by(&event).unwrap()
     }
 
     pub(super) async fn wait_reads_stopped(&mut self, grant: u64) {
-        self.wait(|event| *event == Event::ReadsStopped(grant)).await;
+        self.wait(|event| *event == Event::ReadsStopped(grant))
+            .await;
     }
 
     /// Takes in what comes within a moment.
@@ -182,9 +191,14 @@ impl Side {
     }
 
     pub(super) fn written(&self, grant: u64) -> u64 {
-        let bytes = |event: &Event| match event {
-            Event::Written(of, bytes) if *of == grant => *bytes,
-            _ => 0,
+        let bytes = |event: &Event| {
+            if let Event::Written(of, bytes) = event
+                && *of == grant
+            {
+                *bytes
+            } else {
+                0
+            }
         };
         self.log.iter().map(bytes).sum()
     }
@@ -291,7 +305,9 @@ impl Pair {
 
     async fn begin(&mut self, grant: u64, from: &[u32], to: &[u32]) {
         self.target.arm(grant, self.back, to, &[]);
-        self.target.wait(|event| *event == Event::Armed(grant)).await;
+        self.target
+            .wait(|event| *event == Event::Armed(grant))
+            .await;
         self.source.open(grant, self.out, from);
     }
 
@@ -300,7 +316,8 @@ impl Pair {
         self.source.settle().await;
         self.target.settle().await;
         for grant in grants {
-            let proofs = |event: &&Event| matches!(event, Event::WritesStopped(of, _) if *of == grant);
+            let proofs =
+                |event: &&Event| matches!(event, Event::WritesStopped(of, _) if *of == grant);
             assert_eq!(self.source.count(Event::ReadsStopped(grant)), 1, "{grant}");
             assert_eq!(self.target.log.iter().filter(proofs).count(), 1, "{grant}");
         }
@@ -308,14 +325,7 @@ impl Pair {
 }
 
 /// Copies a run within shadows of both pools.
-fn copy(
-    spec: &PoolSpec,
-    source: &[u8],
-    target: &mut [u8],
-    from: &[u32],
-    to: &[u32],
-    run: PageRun,
-) {
+fn copy(spec: &PoolSpec, source: &[u8], target: &mut [u8], from: &[u32], to: &[u32], run: PageRun) {
     for position in run.first..run.first + run.count {
         let position = position as usize;
         let page = |slot| usize::try_from(spec.page_offset(run.region, slot)).unwrap();
@@ -349,7 +359,8 @@ pub(super) async fn delivers_exact_bytes(pair: &mut Pair) {
         for _ in 0..random.within(0..=20) {
             let first = random.within(0..=count - 1);
             let run = PageRun {
-                region: u16::try_from(random.within(0..=usize::from(spec.layout.regions) - 1)).unwrap(),
+                region: u16::try_from(random.within(0..=usize::from(spec.layout.regions) - 1))
+                    .unwrap(),
                 first: u32::try_from(first).unwrap(),
                 count: u32::try_from(random.within(1..=count - first)).unwrap(),
             };
@@ -359,7 +370,10 @@ pub(super) async fn delivers_exact_bytes(pair: &mut Pair) {
         }
         pair.source.drain(grant);
         pair.source.wait_reads_stopped(grant).await;
-        assert_eq!(pair.target.wait_writes_stopped(grant).await, StoppedBy::Drain);
+        assert_eq!(
+            pair.target.wait_writes_stopped(grant).await,
+            StoppedBy::Drain
+        );
         assert!(pair.target.contents() == shadow, "every byte of the pool");
         assert_eq!(pair.source.written(grant), bytes);
     }
@@ -385,7 +399,10 @@ pub(super) async fn no_byte_lands_after_the_fence(pair: &mut Pair, rounds: u64) 
             tokio::time::sleep(pause).await;
         }
         pair.target.fence(grant);
-        assert_eq!(pair.target.wait_writes_stopped(grant).await, StoppedBy::Fence);
+        assert_eq!(
+            pair.target.wait_writes_stopped(grant).await,
+            StoppedBy::Fence
+        );
         let at_proof = pair.target.contents();
         tokio::time::sleep(pause).await;
         pair.source.stop(grant);
@@ -398,10 +415,15 @@ pub(super) async fn no_byte_lands_after_the_fence(pair: &mut Pair, rounds: u64) 
             let outside = usize::try_from(spec.page_offset(region, 20)).unwrap();
             let bytes = 20 * 16 * 1024;
             let outside = outside..outside + bytes;
-            assert!(at_proof[outside.clone()] == granted[outside], "a byte outside");
+            assert!(
+                at_proof[outside.clone()] == granted[outside],
+                "a byte outside"
+            );
         }
         granted = at_proof;
-        pair.source.log.retain(|event| matches!(event, Event::ReadsStopped(_)));
+        pair.source
+            .log
+            .retain(|event| matches!(event, Event::ReadsStopped(_)));
     }
     assert!(granted != before, "bytes landed in some rounds");
     assert!(cut_short > 0, "some writers heard of the fence");
@@ -456,7 +478,10 @@ pub(super) async fn intruders_are_refused_without_effect(pair: &mut Pair, foreig
     pair.source.drain(1);
     pair.source.wait_reads_stopped(1).await;
     assert_eq!(pair.target.wait_writes_stopped(1).await, StoppedBy::Drain);
-    assert!(pair.target.contents() == shadow, "only the first writer's bytes");
+    assert!(
+        pair.target.contents() == shadow,
+        "only the first writer's bytes"
+    );
     pair.finish(1..=1).await;
 }
 
@@ -477,10 +502,15 @@ pub(super) async fn pages_outside_the_grant_are_refused(pair: &mut Pair) {
     ];
     for (grant, (pages, run)) in (1..).zip(outside) {
         pair.target.arm(grant, pair.back, &slots, pages);
-        pair.target.wait(|event| *event == Event::Armed(grant)).await;
+        pair.target
+            .wait(|event| *event == Event::Armed(grant))
+            .await;
         pair.source.open(grant, pair.out, &more);
         pair.source.write(grant, run);
-        assert_eq!(pair.target.wait_writes_stopped(grant).await, StoppedBy::Fence);
+        assert_eq!(
+            pair.target.wait_writes_stopped(grant).await,
+            StoppedBy::Fence
+        );
         pair.source.stop(grant);
         pair.source.wait_reads_stopped(grant).await;
         assert!(pair.target.contents() == shadow, "{run:?}");
@@ -513,7 +543,10 @@ pub(super) async fn stop_ends_a_run_in_its_midst(pair: &mut Pair) {
         pair.source.wait_reads_stopped(grant).await;
         pair.target.fence(grant);
         pair.target.wait_writes_stopped(grant).await;
-        assert!(pair.source.written(grant) < 8 * spec.bytes(), "it was stopped");
+        assert!(
+            pair.source.written(grant) < 8 * spec.bytes(),
+            "it was stopped"
+        );
     }
     pair.finish(1..=20).await;
 }
@@ -557,13 +590,18 @@ pub(super) async fn transfer_is_sent_again_under_a_new_grant(pair: &mut Pair) {
     let (from, to) = ([1, 2, 3], [4, 0, 6]);
     for grant in 1..=10 {
         let pages = [run(0, 1, 1)];
-        pair.target.arm(grant, pair.back, &to, if grant == 1 { &[] } else { &pages });
-        pair.source.open_with(TransferId(5), grant, pair.out, &from, key(grant));
+        pair.target
+            .arm(grant, pair.back, &to, if grant == 1 { &[] } else { &pages });
+        pair.source
+            .open_with(TransferId(5), grant, pair.out, &from, key(grant));
         let run = if grant == 1 { run(0, 0, 3) } else { pages[0] };
         pair.source.write(5, run);
         pair.source.drain(5);
         pair.source.wait_reads_stopped(grant).await;
-        assert_eq!(pair.target.wait_writes_stopped(grant).await, StoppedBy::Drain);
+        assert_eq!(
+            pair.target.wait_writes_stopped(grant).await,
+            StoppedBy::Drain
+        );
         copy(&spec, &source, &mut shadow, &from, &to, run);
         assert!(pair.target.contents() == shadow);
     }
@@ -587,4 +625,61 @@ pub(super) async fn unknown_pools_and_links_are_answered(pair: &mut Pair) {
     pair.source.write(77, run(0, 0, 1));
     pair.source.stop(77);
     pair.finish(1..=2).await;
+}
+
+/// As many pages as asked for differ, each in one bit.
+#[cfg(feature = "fault-injection")]
+pub(super) async fn flipped_pages_arrive_flipped(pair: &mut Pair, faults: &super::Faults) {
+    let mut random = Random::new(19);
+    let spec = spec(1, 40_000, 32);
+    let (source, _) = pair.fill(spec, &mut random);
+    let slots: Vec<u32> = (0..32).collect();
+    faults.flip_pages.store(11, Ordering::Relaxed);
+    for (grant, want) in [(1, 11), (2, 0)] {
+        pair.begin(grant, &slots, &slots).await;
+        pair.source.write(grant, run(0, 0, 32));
+        pair.source.drain(grant);
+        assert_eq!(
+            pair.target.wait_writes_stopped(grant).await,
+            StoppedBy::Drain
+        );
+        let mut flipped = 0;
+        for (sent, got) in source
+            .chunks(40_000)
+            .zip(pair.target.contents().chunks(40_000))
+        {
+            let bits = |(a, b): (&u8, &u8)| (a ^ b).count_ones();
+            let bits: u32 = sent.iter().zip(got).map(bits).sum();
+            assert!(bits <= 1, "a page has one flipped bit at most");
+            flipped += bits;
+        }
+        assert_eq!(flipped, want);
+    }
+    pair.finish(1..=2).await;
+}
+
+/// A writer that stalls posts about as many bytes as asked for, drains nothing, and can be stopped.
+#[cfg(feature = "fault-injection")]
+pub(super) async fn stalled_writer_is_silent_until_it_is_stopped(pair: &mut Pair, after: u64) {
+    let spec = spec(1, 1000, 32);
+    pair.fill(spec, &mut Random::new(20));
+    let slots: Vec<u32> = (0..32).collect();
+    pair.begin(1, &slots, &slots).await;
+    for position in 0..32 {
+        pair.source.write(1, run(0, position, 1));
+    }
+    pair.source.drain(1);
+    pair.source.settle().await;
+    pair.target.settle().await;
+    let posted = pair.source.written(1);
+    assert!((after..after + 1000).contains(&posted), "{posted}");
+    assert_eq!(pair.source.count(Event::ReadsStopped(1)), 0);
+    assert_eq!(
+        pair.target.count(Event::WritesStopped(1, StoppedBy::Drain)),
+        0
+    );
+    pair.source.stop(1);
+    pair.source.wait_reads_stopped(1).await;
+    assert_eq!(pair.target.wait_writes_stopped(1).await, StoppedBy::Fence);
+    pair.finish(1..=1).await;
 }

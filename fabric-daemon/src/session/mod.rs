@@ -225,11 +225,10 @@ impl Sessions {
 
         let _gone = self.events.send(Input::EngineGone { engine }).await;
         self.metrics.session_closed(ended.label());
-        match &ended {
-            Ended::Left | Ended::Lost(_) | Ended::Closing(Closing::ShuttingDown) => {
-                info!(%engine, %name, "engine disconnected: {ended}");
-            }
-            _ => warn!(%engine, %name, "closed the session of an engine: {ended}"),
+        if ended.is_quiet() {
+            info!(%engine, %name, "engine disconnected: {ended}");
+        } else {
+            warn!(%engine, %name, "closed the session of an engine: {ended}");
         }
         // What is queued may still say why; but nobody waits long for who does not read.
         self.registry.hang_up(engine);
@@ -337,6 +336,11 @@ impl Ended {
             Self::Lost(_) => "lost",
             Self::PoolIds => "pool_ids",
         }
+    }
+
+    /// Whether nobody needs to look: engines come and go.
+    fn is_quiet(&self) -> bool {
+        matches!(self.label(), "left" | "lost" | "shutdown")
     }
 }
 

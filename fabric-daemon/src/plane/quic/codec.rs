@@ -20,7 +20,7 @@ use crate::plane::source::Source;
 pub(super) const HEADER_BYTES: usize = 1 + 8 + 32;
 
 /// Bytes of a run's header.
-const RUN_HEADER_BYTES: usize = 2 + 4 + 4;
+pub(super) const RUN_HEADER_BYTES: usize = 2 + 4 + 4;
 
 const VERSION: u8 = 1;
 
@@ -33,9 +33,7 @@ pub(super) fn encode_header(grant: GrantId, key: &Secret) -> [u8; HEADER_BYTES] 
 }
 
 /// Takes a stream's header apart.
-pub(super) fn decode_header(
-    bytes: &[u8; HEADER_BYTES],
-) -> Result<(GrantId, Secret), DecodeError> {
+pub(super) fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<(GrantId, Secret), DecodeError> {
     let (version, rest) = bytes.split_first().expect("a header is not empty");
     if *version != VERSION {
         return Err(DecodeError::Version {
@@ -198,8 +196,8 @@ pub(super) struct Filled {
 }
 
 impl Encoder {
-    /// Fills `buffer` from the runs at the front of `queue` as far as they last, reading their pages.
-    /// Each was checked against the source's area.
+    /// Fills `buffer` from the runs at the front of `queue` as far as they last, reading their
+    /// pages. Each was checked against the source's area.
     pub(super) fn fill(
         &mut self,
         queue: &mut VecDeque<PageRun>,
@@ -257,9 +255,8 @@ impl Encoder {
 
 /// Flips a bit of every page that begins in `bytes`, which are a run's from its byte `offset` on.
 fn flip(bytes: &mut [u8], offset: u64, page_bytes: u64, faults: &Faults) {
-    let page_starts = (offset.next_multiple_of(page_bytes)..).step_by(
-        usize::try_from(page_bytes).expect("a page has at most 64 MiB"),
-    );
+    let page_starts = (offset.next_multiple_of(page_bytes)..)
+        .step_by(usize::try_from(page_bytes).expect("a page has at most 64 MiB"));
     for start in page_starts {
         let within = usize::try_from(start - offset).unwrap_or(usize::MAX);
         match bytes.get_mut(within) {
@@ -274,14 +271,16 @@ mod tests {
     use super::*;
     use crate::plane::testing::Random;
 
+    type Runs = Vec<(PageRun, Vec<u8>)>;
+
     /// Decodes `stream` in pieces cut by `random`.
     fn decode(
         stream: &[u8],
         page_bytes: u64,
         random: &mut Random,
-    ) -> Result<(Vec<(PageRun, Vec<u8>)>, bool), DecodeError> {
+    ) -> Result<(Runs, bool), DecodeError> {
         let mut decoder = Decoder::new(page_bytes);
-        let mut runs: Vec<(PageRun, Vec<u8>)> = Vec::new();
+        let mut runs = Runs::new();
         let mut rest = stream;
         while !rest.is_empty() {
             let (mut piece, later) = rest.split_at(random.within(1..=rest.len().min(37)));
@@ -325,7 +324,8 @@ mod tests {
             assert_eq!(got, Ok((want, true)));
             // Cut short, it does not end between runs.
             if let Some(short) = stream.len().checked_sub(1) {
-                let (_, between) = decode(&stream[..short], page_bytes as u64, &mut random).unwrap();
+                let (_, between) =
+                    decode(&stream[..short], page_bytes as u64, &mut random).unwrap();
                 assert!(!between);
             }
         }

@@ -1,9 +1,9 @@
 //! The plane for any two hosts: one QUIC stream for each grant.
 //!
 //! Control messages use bidirectional streams, which are the link layer's; every unidirectional
-//! stream is this plane's. A writer opens one for each grant, shows the grant's key, sends pages, and
-//! ends it: that is the in-band drain. The stream is ordered and whole, so its end says that every
-//! write before it has been copied.
+//! stream is this plane's. A writer opens one for each grant, shows the grant's key, sends pages,
+//! and ends it: that is the in-band drain. The stream is ordered and whole, so its end says that
+//! every write before it has been copied.
 
 mod codec;
 mod reader;
@@ -196,14 +196,16 @@ impl Plane for QuicPlane {
                 }
             }
             PlaneCommand::Write { transfer, run } => {
-                shared.writers.tell(transfer, |writer| writer.queue.write(run));
+                shared
+                    .writers
+                    .tell(transfer, |writer| writer.queue.write(run));
             }
             PlaneCommand::Drain { transfer } => {
                 shared.writers.tell(transfer, |writer| writer.queue.drain());
-            },
+            }
             PlaneCommand::Stop { transfer } => {
                 shared.writers.tell(transfer, |writer| writer.queue.stop());
-            },
+            }
         }
     }
 
@@ -237,22 +239,21 @@ mod code {
 /// without which a peer sends 1472 at most.
 ///
 /// Not the 64 KiB that loopback would take: quinn hands the kernel up to ten datagrams in one call
-/// (segmentation offload), and what exceeds 65,507 bytes in all is refused, looks like loss, and then
-/// like a path that takes 1200. Measured on loopback, two cores, 16 KiB pages, in GB/s: 1.3 with
-/// 6,500 and offload; 1.0 to 1.7 with 65,507 and none; 0.6 and 0.35 with 1,472 (an Ethernet's) with
-/// and without. So the offload is worth more wherever links are used in earnest: one host has `shm`.
+/// (segmentation offload), and what exceeds 65,507 bytes in all is refused, looks like loss, and
+/// then like a path that takes 1200. Measured on loopback, two cores, 16 KiB pages, in GB/s: 1.3
+/// with 6,500 and offload; 1.0 to 1.7 with 65,507 and none; 0.6 and 0.35 with 1,472 (an Ethernet's)
+/// with and without. So the offload is worth more wherever links are used in earnest: one host has
+/// `shm`.
 pub const UDP_PAYLOAD_BYTES_MAX: u16 = 6_550;
 
 const _: () = assert!(UDP_PAYLOAD_BYTES_MAX as u32 * 10 <= 65_507);
 
-/// What the link layer should ask for as its UDP socket's send and receive buffers. With the kernel's
-/// default, a burst overflows them: thousands of losses a second, and half the speed. The kernel may
-/// grant less (`net.core.rmem_max`, `wmem_max`).
-pub const UDP_SOCKET_BUFFER_BYTES: usize = 4 * 1024 * 1024;
-
 /// What every link's connection must be configured with, at both ends.
 ///
 /// `outstanding_bytes_max` is the machine's: the most bytes outstanding under one grant.
+///
+/// The UDP socket needs buffers of some 4 MiB beside it: with the kernel's default, bursts overflow
+/// them thousands of times a second, and half the speed is lost.
 #[must_use]
 pub fn transport_config(outstanding_bytes_max: u64) -> TransportConfig {
     let outstanding = VarInt::from_u64(outstanding_bytes_max).unwrap_or(VarInt::MAX);

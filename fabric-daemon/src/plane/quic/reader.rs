@@ -10,7 +10,7 @@ use quinn::{Connection, ReadError, ReadExactError, RecvStream};
 use thiserror::Error;
 use tracing::{debug, info, warn};
 
-use super::codec::{Decoded, DecodeError, Decoder, HEADER_BYTES, decode_header};
+use super::codec::{DecodeError, Decoded, Decoder, HEADER_BYTES, decode_header};
 use super::{Shared, code};
 use crate::plane::grants::{AttachError, Attached, GrantClosed, PageRefused};
 
@@ -53,9 +53,7 @@ async fn receive(shared: Arc<Shared>, link: LinkId, mut stream: RecvStream) {
         Err(error @ ReaderError::Read(_)) => {
             info!(%link, "stream ended early: {error}");
         }
-        Err(
-            error @ (ReaderError::EndInRun | ReaderError::Malformed(_) | ReaderError::Page(_)),
-        ) => {
+        Err(error @ (ReaderError::EndInRun | ReaderError::Malformed(_) | ReaderError::Page(_))) => {
             warn!(%link, "stopped a stream: {error}");
             stop(stream, code::MALFORMED);
         }

@@ -44,8 +44,12 @@ async fn connect() -> (Connection, Connection) {
 }
 
 fn side(link: LinkId, connection: Connection) -> Side {
+    faulty_side(link, connection, Arc::default())
+}
+
+fn faulty_side(link: LinkId, connection: Connection, faults: Arc<Faults>) -> Side {
     Side::new(|pools, events| {
-        let plane = QuicPlane::new(pools, events, QuicLimits::default(), Arc::default());
+        let plane = QuicPlane::new(pools, events, QuicLimits::default(), faults);
         plane.link_up(link, connection);
         plane
     })
@@ -115,7 +119,9 @@ async fn killed_connection_ends_grant_and_writer() {
     for _ in 0..100 {
         source.write(1, testing::run(0, 0, 8));
     }
-    target.wait(|event| *event == testing::Event::Landed(1)).await;
+    target
+        .wait(|event| *event == testing::Event::Landed(1))
+        .await;
     here.close(0_u32.into(), b"");
     source.wait_reads_stopped(1).await;
     assert_eq!(source.count(testing::Event::WriterFailed(1)), 1);
@@ -147,7 +153,10 @@ async fn garbage_streams_are_refused_without_effect() {
     bytes.extend([0xFF; 100]);
     stream.write_all(&bytes).await.unwrap();
     assert_eq!(target.wait_writes_stopped(1).await, StoppedBy::Fence);
-    assert_eq!(stream.stopped().await.unwrap(), Some(code::MALFORMED.into()));
+    assert_eq!(
+        stream.stopped().await.unwrap(),
+        Some(code::MALFORMED.into())
+    );
     assert!(target.contents() == before);
 }
 
@@ -165,6 +174,40 @@ async fn end_inside_a_run_is_no_drain() {
         bytes.extend(run.iter().chain(&[9; 1000]).take(cut));
         stream.write_all(&bytes).await.unwrap();
         stream.finish().unwrap();
-        assert_eq!(target.wait_writes_stopped(grant).await, StoppedBy::Fence, "{cut}");
+        assert_eq!(
+            target.wait_writes_stopped(grant).await,
+            StoppedBy::Fence,
+            "{cut}"
+        );
     }
+}
+
+#[cfg(feature = "fault-injection")]
+async fn faulty_pair(faults: &Arc<Faults>) -> Pair {
+    let (here, there) = connect().await;
+    Pair {
+        source: faulty_side(OUT, here, Arc::clone(faults)),
+        target: faulty_side(BACK, there, Arc::clone(faults)),
+        out: OUT,
+        back: BACK,
+    }
+}
+
+#[cfg(feature = "fault-injection")]
+#[tokio::test(flavor = "multi_thread")]
+async fn flipped_pages_arrive_flipped() {
+    let faults = Arc::default();
+    testing::flipped_pages_arrive_flipped(&mut faulty_pair(&faults).await, &faults).await;
+}
+
+#[cfg(feature = "fault-injection")]
+#[tokio::test(flavor = "multi_thread")]
+async fn stalled_writer_is_silent_until_it_is_stopped() {
+    let stall_after_bytes = Some(4500);
+    let faults = Arc::new(Faults {
+        stall_after_bytes,
+        ..Faults::default()
+    });
+    testing::stalled_writer_is_silent_until_it_is_stopped(&mut faulty_pair(&faults).await, 4500)
+        .await;
 }

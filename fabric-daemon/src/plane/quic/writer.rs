@@ -11,8 +11,8 @@ use thiserror::Error;
 use tokio::sync::Notify;
 use tracing::{debug, error, info};
 
-use super::codec::{Encoder, encode_header};
 use super::code;
+use super::codec::{Encoder, RUN_HEADER_BYTES, encode_header};
 use crate::plane::faults::Faults;
 use crate::plane::lock;
 use crate::plane::registry::Registration;
@@ -102,7 +102,8 @@ impl Queue {
 
 /// Appends `run` to `last`, if it continues it.
 fn join(last: &mut PageRun, run: PageRun) -> bool {
-    let continues = last.region == run.region && last.first.checked_add(last.count) == Some(run.first);
+    let continues =
+        last.region == run.region && last.first.checked_add(last.count) == Some(run.first);
     match last.count.checked_add(run.count) {
         Some(count) if continues => {
             last.count = count;
@@ -144,10 +145,12 @@ impl Writer {
             ended = self.send(&mut stream, &mut between_runs) => ended,
         };
         match ended {
-            // In band either way. At the end of a run it is a drain; elsewhere what has been sent of
-            // the run is of no use, and the destination fences.
+            // In band either way. At the end of a run it is a drain; elsewhere what has been sent
+            // of the run is of no use, and the destination fences.
             Ok(End::Drain | End::Stop) if between_runs => {
-                stream.finish().unwrap_or_else(|_| debug!("stream is closed already"));
+                stream
+                    .finish()
+                    .unwrap_or_else(|_| debug!("stream is closed already"));
             }
             Ok(End::Drain | End::Stop) => reset(stream, code::STOPPED),
             Err(error) => {
@@ -175,12 +178,16 @@ impl Writer {
             }
             *between_runs = false;
             while !(runs.is_empty() && encoder.is_between_runs()) {
-                if self.faults.stalls_at(sent) {
+                let room = self.faults.room(sent);
+                if room == 0 {
                     std::future::pending::<()>().await;
                 }
                 let mut buffer = buffers.take();
-                let filled = encoder.fill(&mut runs, &self.source, &mut buffer, &self.faults);
-                stream.write_chunk(buffers.lend(buffer, filled.bytes)).await?;
+                let target = &mut buffer[..batch_bytes(room)];
+                let filled = encoder.fill(&mut runs, &self.source, target, &self.faults);
+                stream
+                    .write_chunk(buffers.lend(buffer, filled.bytes))
+                    .await?;
                 self.source.written(filled.page_bytes);
                 sent += filled.page_bytes;
             }
@@ -248,6 +255,12 @@ impl Buffers {
         self.lent.push_back(whole);
         lent
     }
+}
+
+/// How much of a buffer to fill, where pages' bytes are to be `room` at most, or a few more.
+fn batch_bytes(room: u64) -> usize {
+    let room = usize::try_from(room).unwrap_or(usize::MAX);
+    room.saturating_add(RUN_HEADER_BYTES).min(BATCH_BYTES)
 }
 
 /// What is read out of the pool, and handed to quinn, at a time.

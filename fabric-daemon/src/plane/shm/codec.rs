@@ -1,7 +1,7 @@
 //! The frames between two daemons on one host.
 //!
-//! A frame is a kind (u8) and its fields in order, little-endian; a list runs to the frame's end. How
-//! frames are cut out of a stream, and how descriptors travel with them, is `fabric_ipc`'s.
+//! A frame is a kind (u8) and its fields in order, little-endian; a list runs to the frame's end.
+//! How frames are cut out of a stream, and how descriptors travel with them, is `fabric_ipc`'s.
 
 use fabric_proto::ids::{GrantId, PoolId, Secret, Tag};
 use fabric_proto::limits;
@@ -39,7 +39,11 @@ pub(super) enum Request {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Reply {
     /// These many bytes were copied, and these many runs are through with that.
-    Completed { grant: GrantId, runs: u32, bytes: u64 },
+    Completed {
+        grant: GrantId,
+        runs: u32,
+        bytes: u64,
+    },
     /// The grant is not, or no longer, the sender's: nothing is read for it any more.
     Refused { grant: GrantId },
     /// As asked; nothing is read for this grant any more.
@@ -241,7 +245,10 @@ impl<'a> Fields<'a> {
             return Err(self.wrong_length());
         }
         self.rest = rest;
-        Ok(slots.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect())
+        Ok(slots
+            .iter()
+            .map(|bytes| u32::from_le_bytes(*bytes))
+            .collect())
     }
 
     fn runs(&mut self) -> Result<Vec<PageRun>, DecodeError> {

@@ -1,9 +1,9 @@
 //! The plane for two pools on one host: the destination's daemon copies.
 //!
-//! Only a pool's own daemon ever writes to it. The source's daemon passes its memory file, which the
-//! destination maps read-only, and then says over a Unix socket which pages are to be copied, so a
-//! fence needs nobody but the destination (S1). Two engines of one daemon take the same path: the
-//! loopback link connects to the daemon's own socket.
+//! Only a pool's own daemon ever writes to it. The source's daemon passes its memory file, which
+//! the destination maps read-only, and then says over a Unix socket which pages are to be copied,
+//! so a fence needs nobody but the destination (S1). Two engines of one daemon take the same path:
+//! the loopback link connects to the daemon's own socket.
 
 mod codec;
 mod reader;
@@ -67,9 +67,9 @@ struct Shared {
 }
 
 impl Shared {
-    /// Whether the machine can have given a grant to this link. That whoever shows the grant's key is
-    /// the link's peer follows from the key: it was sent over that link and nowhere else, and the
-    /// socket is open to this user's processes only.
+    /// Whether the machine can have given a grant to this link. That whoever shows the grant's key
+    /// is the link's peer follows from the key: it was sent over that link and nowhere else, and
+    /// the socket is open to this user's processes only.
     fn is_up(&self, link: LinkId) -> bool {
         lock(&self.links).contains_key(&link)
     }
@@ -279,8 +279,8 @@ fn listen(path: &Path) -> Result<UnixListener, ShmError> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket: OwnedFd =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        // Before the name exists, so that it is never open to others. M: Linux takes the mode of the
-        // file from the socket (`unix_bind_bsd` in net/unix/af_unix.c).
+        // Before the name exists, so that it is never open to others. M: Linux takes the mode of
+        // the file from the socket (`unix_bind_bsd` in net/unix/af_unix.c).
         rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         rustix::net::listen(&socket, LISTEN_BACKLOG)?;

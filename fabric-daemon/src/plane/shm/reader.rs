@@ -1,7 +1,8 @@
-//! The destination's side: one task for each connection of a source's daemon, which does the copying.
+//! The destination's side: one task for each connection of a source's daemon, which does the
+//! copying.
 //!
-//! The task takes frames in and copies in turn: after every piece it looks at the socket again, so a
-//! cancel waits for one piece and for nothing else.
+//! The task takes frames in and copies in turn: after every piece it looks at the socket again, so
+//! a cancel waits for one piece and for nothing else.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -25,8 +26,8 @@ use crate::plane::area::Area;
 use crate::plane::grants::{Attached, Cursor, GrantClosed};
 use crate::plane::lock;
 
-/// Serves one connection to its end. The grants that were attached on it are closed then, by fence if
-/// not by drain before: each [`Attached`] is dropped.
+/// Serves one connection to its end. The grants that were attached on it are closed then, by fence
+/// if not by drain before: each [`Attached`] is dropped.
 pub(super) async fn serve(shared: Arc<Shared>, stream: UnixStream) {
     let (reader, writer) = Connection::new(stream).split();
     let peer = Peer {
@@ -144,10 +145,7 @@ impl Peer {
             return Err(PeerError::Slot);
         };
         let shared = &self.shared;
-        let attached = match shared
-            .grants
-            .attach(grant, key, |link| shared.is_up(link))
-        {
+        let attached = match shared.grants.attach(grant, key, |link| shared.is_up(link)) {
             Ok(attached) => attached,
             Err(error) => {
                 shared.refused.fetch_add(1, Ordering::Relaxed);
@@ -411,7 +409,9 @@ const POOLS_MAX: usize =
     fabric_proto::limits::ENGINES_MAX * fabric_proto::limits::POOLS_PER_ENGINE_MAX;
 
 /// Most requests of a peer that wait: each write has a run, and each transfer an attach and an end.
-const OPS_MAX: usize = RUNS_OUTSTANDING_MAX as usize + 2 * fabric_proto::limits::TRANSFERS_MAX;
+const OPS_MAX: usize = (1 << 16) + 2 * fabric_proto::limits::TRANSFERS_MAX;
+
+const _: () = assert!(OPS_MAX as u64 > RUNS_OUTSTANDING_MAX);
 
 /// The source hears of completions about every so many bytes: often enough to keep it going, seldom
 /// enough to cost nothing.

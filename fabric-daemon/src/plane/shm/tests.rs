@@ -17,9 +17,19 @@ const OUT: LinkId = LinkId(1);
 const BACK: LinkId = LinkId(2);
 
 fn side(directory: &TempDir, name: &str, link: LinkId, peer: &str) -> Side {
+    faulty_side(directory, name, link, peer, Arc::default())
+}
+
+fn faulty_side(
+    directory: &TempDir,
+    name: &str,
+    link: LinkId,
+    peer: &str,
+    faults: Arc<Faults>,
+) -> Side {
     let path = |name| directory.path().join(name);
     Side::new(|pools, events| {
-        let plane = ShmPlane::new(pools, events, path(name), Arc::default()).unwrap();
+        let plane = ShmPlane::new(pools, events, path(name), faults).unwrap();
         plane.link_up(link, None, path(peer));
         plane
     })
@@ -173,7 +183,9 @@ struct Peer {
 
 impl Peer {
     async fn connect(directory: &TempDir, name: &str) -> Self {
-        let stream = UnixStream::connect(directory.path().join(name)).await.unwrap();
+        let stream = UnixStream::connect(directory.path().join(name))
+            .await
+            .unwrap();
         let (reader, writer) = Connection::new(stream).split();
         Self { reader, writer }
     }
@@ -187,7 +199,10 @@ impl Peer {
         let id = PoolId(5);
         let spec = pool.spec;
         let request = Request::Pool { pool: id, spec }.encode();
-        self.writer.send(&request, &[pool.fd.as_fd()]).await.unwrap();
+        self.writer
+            .send(&request, &[pool.fd.as_fd()])
+            .await
+            .unwrap();
         self.say(Request::Attach {
             grant: GrantId(grant),
             key: testing::key(grant),
@@ -198,7 +213,8 @@ impl Peer {
     }
 
     async fn reply(&mut self) -> Option<Reply> {
-        let frame = self.reader.recv().await.ok()??;
+        let frame = tokio::time::timeout(Duration::from_secs(10), self.reader.recv()).await;
+        let frame = frame.unwrap().ok()??;
         Some(Reply::decode(&frame.bytes).unwrap())
     }
 }
@@ -217,10 +233,40 @@ async fn connection_that_ends_closes_its_grants() {
     let runs = vec![testing::run(0, 0, 2)];
     peer.say(Request::Write { grant, runs }).await;
     let (runs, bytes) = (1, 2000);
-    assert_eq!(peer.reply().await, Some(Reply::Completed { grant, runs, bytes }));
+    assert_eq!(
+        peer.reply().await,
+        Some(Reply::Completed { grant, runs, bytes })
+    );
     assert_eq!(target.count(Event::WritesStopped(1, StoppedBy::Fence)), 0);
     drop(peer);
     assert_eq!(target.wait_writes_stopped(1).await, StoppedBy::Fence);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn second_connection_for_a_grant_is_refused_and_the_first_goes_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut target = side(&directory, "target", BACK, "nowhere");
+    let spec = testing::spec(1, 1000, 8);
+    target.fill(spec, &mut Random::new(39));
+    target.arm(1, BACK, &[0, 1], &[]);
+    let grant = GrantId(1);
+    let mut first = Peer::connect(&directory, "target").await;
+    first.attach(&testing::pool(spec), 1).await;
+    for first_write in [true, false] {
+        let runs = vec![testing::run(0, 0, 1)];
+        first.say(Request::Write { grant, runs }).await;
+        let (runs, bytes) = (1, 1000);
+        let completed = Some(Reply::Completed { grant, runs, bytes });
+        assert_eq!(first.reply().await, completed);
+        if first_write {
+            let mut second = Peer::connect(&directory, "target").await;
+            second.attach(&testing::pool(spec), 1).await;
+            assert_eq!(second.reply().await, Some(Reply::Refused { grant }));
+        }
+    }
+    first.say(Request::Drain { grant }).await;
+    assert_eq!(first.reply().await, Some(Reply::Stopped { grant }));
+    assert_eq!(target.wait_writes_stopped(1).await, StoppedBy::Drain);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -264,7 +310,11 @@ async fn garbage_closes_the_connection_and_nothing_lands() {
         peer.attach(&testing::pool(spec), grant).await;
         let count = random.within(1..=60);
         let mut bytes = random.bytes(count);
-        bytes[0] = if grant % 2 == 0 { bytes[0] } else { bytes[0] % 7 };
+        bytes[0] = if grant % 2 == 0 {
+            bytes[0]
+        } else {
+            bytes[0] % 7
+        };
         // What happens to mean something is followed by what does not. The far end may close the
         // connection before all is sent.
         for bytes in [&bytes[..], &[0xFF]] {
@@ -316,4 +366,37 @@ async fn socket_is_private_and_only_a_stale_one_is_replaced() {
     let file = directory.path().join("file");
     std::fs::write(&file, b"mine").unwrap();
     assert!(matches!(new(&file), Err(ShmError::NotASocket { .. })));
+}
+
+#[cfg(feature = "fault-injection")]
+fn faulty_pair(faults: &Arc<Faults>) -> (TempDir, Pair) {
+    let directory = tempfile::tempdir().unwrap();
+    let side = |name, link, peer| faulty_side(&directory, name, link, peer, Arc::clone(faults));
+    let pair = Pair {
+        source: side("source", OUT, "target"),
+        target: side("target", BACK, "source"),
+        out: OUT,
+        back: BACK,
+    };
+    (directory, pair)
+}
+
+#[cfg(feature = "fault-injection")]
+#[tokio::test(flavor = "multi_thread")]
+async fn flipped_pages_arrive_flipped() {
+    let faults = Arc::default();
+    let (_directory, mut pair) = faulty_pair(&faults);
+    testing::flipped_pages_arrive_flipped(&mut pair, &faults).await;
+}
+
+#[cfg(feature = "fault-injection")]
+#[tokio::test(flavor = "multi_thread")]
+async fn stalled_writer_is_silent_until_it_is_stopped() {
+    let stall_after_bytes = Some(4500);
+    let faults = Arc::new(Faults {
+        stall_after_bytes,
+        ..Faults::default()
+    });
+    let (_directory, mut pair) = faulty_pair(&faults);
+    testing::stalled_writer_is_silent_until_it_is_stopped(&mut pair, 4500).await;
 }

@@ -144,15 +144,15 @@ impl Link {
 /// An attempt ends, and with its [`Source`] comes the proof that nobody reads the pool for it, when
 /// the destination has said `Stopped` or `Refused`: it has then dropped the attempt itself.
 ///
-/// Or it ends with this connection, without a word of the destination. Then its process may still read
-/// our pool: no longer than one piece if it is alive, since it stops when the connection closes; for
-/// ever, for all that we know, if it is stopped. No means of ours can end that reading, and none is
-/// needed for S2: the mapping is read-only there, and the bytes can go nowhere but into slots of the
-/// grant, under its lock. There they count for nothing, because the destination closes that grant
-/// before it verifies (S2), and then every page must match the checksum that its source engine sealed,
-/// under a manifest of this very transfer. Bytes that changed owner in the meantime do not match, so
-/// the page is corrupt, and nobody reads it. And they stay where they were before: on this host, in
-/// the hands of a daemon that was trusted with the whole pool.
+/// Or it ends with this connection, without a word of the destination. Then its process may still
+/// read our pool: no longer than one piece if it is alive, since it stops when the connection
+/// closes; for ever, for all that we know, if it is stopped. No means of ours can end that reading,
+/// and none is needed for S2: the mapping is read-only there, and the bytes can go nowhere but into
+/// slots of the grant, under its lock. There they count for nothing, because the destination closes
+/// that grant before it verifies (S2), and then every page must match the checksum that its source
+/// engine sealed, under a manifest of this very transfer. Bytes that changed owner in the meantime
+/// do not match, so the page is corrupt, and nobody reads it. And they stay where they were before:
+/// on this host, in the hands of a daemon that was trusted with the whole pool.
 #[derive(Debug)]
 struct Session {
     reader: FrameReader,
@@ -340,7 +340,7 @@ impl Session {
                 if self.writer.queued_bytes() > QUEUED_BYTES_MAX {
                     return Ok(());
                 }
-                let stalls = self.faults.stalls_at(attempt.posted_bytes);
+                let stalls = self.faults.room(attempt.posted_bytes) == 0;
                 let drained = attempt.runs.is_empty() && attempt.end == End::DrainDue && !stalls;
                 if drained {
                     attempt.end = End::DrainAsked;
@@ -348,11 +348,7 @@ impl Session {
                     self.writer.queue(&frame)?;
                     continue;
                 }
-                let runs = if stalls {
-                    Vec::new()
-                } else {
-                    attempt.take_runs(&mut self.outstanding)
-                };
+                let runs = attempt.take_runs(&mut self.outstanding, &self.faults);
                 if !runs.is_empty() {
                     progress = true;
                     let frame = Request::Write {
@@ -426,7 +422,12 @@ impl Session {
 
     async fn forget_pools(&mut self) -> Result<(), SessionError> {
         let is_gone = |(_, pool): &(&PoolId, &Weak<Pool>)| pool.strong_count() == 0;
-        let gone: Vec<PoolId> = self.pools.iter().filter(is_gone).map(|(id, _)| *id).collect();
+        let gone: Vec<PoolId> = self
+            .pools
+            .iter()
+            .filter(is_gone)
+            .map(|(id, _)| *id)
+            .collect();
         for pool in gone {
             self.pools.remove(&pool);
             self.queue(&Request::Forget { pool }).await?;
@@ -443,12 +444,15 @@ impl Session {
 }
 
 impl Attempt {
-    /// Takes runs for one frame off the queue, as many as may be outstanding. Pages that continue each
-    /// other become one run.
-    fn take_runs(&mut self, outstanding: &mut Outstanding) -> Vec<PageRun> {
+    /// Takes runs for one frame off the queue, as many as may be outstanding. Pages that continue
+    /// each other become one run.
+    fn take_runs(&mut self, outstanding: &mut Outstanding, faults: &Faults) -> Vec<PageRun> {
         let mut runs: Vec<PageRun> = Vec::new();
         let mut frame_bytes = 0;
-        while outstanding.has_room() && frame_bytes < WRITE_BYTES_MAX {
+        while outstanding.has_room()
+            && frame_bytes < WRITE_BYTES_MAX
+            && faults.room(self.posted_bytes) > 0
+        {
             let Some(run) = self.runs.pop_front() else {
                 break;
             };
