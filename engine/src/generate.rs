@@ -145,7 +145,8 @@ pub struct Handover {
     pub sampler: Sampler,
 }
 
-/// Goes on from the first token of an answer, over a cache that holds the `prompt` tokens before it.
+/// Goes on from the first token of an answer, over a cache that holds the `prompt` tokens before
+/// it.
 ///
 /// # Errors
 ///

@@ -1,13 +1,13 @@
 //! A lease, and one that this engine fills itself.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use fabric_proto::ids::{LeaseId, PoolId, RequestId, RequestSeq, SlotIndex, SlotRef, TenantId};
 use fabric_proto::pool::TokenRange;
 use fabric_proto::wire::{AbortPolicy, Purpose, ToDaemon};
 
+use crate::closed::Misbehaviour;
 use crate::pool::PoolShared;
 use crate::send::{SendRefused, Sending};
 use crate::session::Session;
@@ -50,8 +50,8 @@ pub(crate) struct Lease {
     pub(crate) pool: Arc<PoolShared>,
     pub(crate) id: LeaseId,
     pub(crate) slots: Vec<SlotRef>,
-    /// What becomes of a transfer into it when it ends: [`encode`]d.
-    abort: AtomicU8,
+    /// What becomes of a transfer into it when it ends; unset: as the daemon is configured.
+    abort: OnceLock<AbortPolicy>,
 }
 
 impl Lease {
@@ -60,62 +60,46 @@ impl Lease {
         pool: Arc<PoolShared>,
         id: LeaseId,
         slots: Vec<SlotRef>,
-    ) -> Result<Arc<Self>, &'static str> {
-        if slots.is_empty() || !pool.claim(&slots) {
-            return Err("a lease of slots that are leased already, or none of the pool's");
-        }
+    ) -> Result<Arc<Self>, Misbehaviour> {
+        pool.claim(&slots)?;
         Ok(Arc::new(Self {
             pool,
             id,
             slots,
-            abort: AtomicU8::new(encode(None)),
+            abort: OnceLock::new(),
         }))
     }
 
+    /// Says what becomes of a transfer into it. The first word stands.
     pub(crate) fn set_abort(&self, policy: AbortPolicy) {
-        // Relaxed: `Drop` has exclusive access, which orders it after this.
-        self.abort.store(encode(Some(policy)), Ordering::Relaxed);
+        self.abort.get_or_init(|| policy);
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // Before the daemon hears of it: from then on it may lease them again.
+        // Before the daemon hears of it: from then on it may lease the slots again.
         self.pool.release(&self.slots);
-        let abort = decode(*self.abort.get_mut());
-        self.pool.session.send_now(&ToDaemon::EndLease {
+        let session = &self.pool.session;
+        session.forget(self.id);
+        session.send_end(&ToDaemon::EndLease {
             lease: self.id,
-            abort,
+            abort: self.abort.get().copied(),
         });
-    }
-}
-
-fn encode(policy: Option<AbortPolicy>) -> u8 {
-    match policy {
-        None => 0,
-        Some(AbortPolicy::FinishTransfer) => 1,
-        Some(AbortPolicy::DrainNow) => 2,
-    }
-}
-
-fn decode(policy: u8) -> Option<AbortPolicy> {
-    match policy {
-        1 => Some(AbortPolicy::FinishTransfer),
-        2 => Some(AbortPolicy::DrainNow),
-        _ => None,
     }
 }
 
 /// Slots that this engine fills: to send them, or for itself alone. Dropping it ends the lease.
 #[must_use = "dropping a lease ends it"]
 pub struct HeldLease {
-    pub(crate) session: Session,
+    // Before the session, so that its end is said while there is one.
     pub(crate) lease: Arc<Lease>,
+    pub(crate) session: Session,
 }
 
 impl HeldLease {
     pub(crate) fn new(session: Session, lease: Arc<Lease>) -> Self {
-        Self { session, lease }
+        Self { lease, session }
     }
 
     /// The slots, in the order of the request's tokens.
@@ -153,15 +137,16 @@ impl HeldLease {
     /// Starts a transfer to where an offer says. Pages may be sealed from the moment it returns,
     /// while the destination still decides; its refusal is then the transfer's outcome.
     ///
-    /// Not safe to cancel without losing the lease: it is ended then.
+    /// Cancelling it loses the lease: the transfer, where it was opened, is aborted, and then the
+    /// lease is ended.
     ///
     /// # Errors
     ///
     /// [`SendRefused`], with the lease, where the local daemon refuses.
     pub async fn send(self, offer: Bytes) -> Result<Sending, SendRefused> {
-        let opened = self.lease.pool.session.open(self.lease.id, offer).await;
-        match opened {
-            Some(Ok(opened)) => Sending::new(self, opened),
+        let session = &self.lease.pool.session;
+        match session.open(Arc::clone(&self.lease), offer).await {
+            Some(Ok(transfer)) => Ok(Sending::new(self, transfer)),
             Some(Err(reason)) => Err(SendRefused::rejected(self, reason)),
             None => Err(SendRefused::gone(self)),
         }

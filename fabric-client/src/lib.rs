@@ -13,11 +13,15 @@
 //! - [`HeldLease`], [`Sending`]: the prefill side. A page is filled, sealed, and then left alone
 //!   until the outcome.
 //!
-//! Every queue has a bound. When the daemon does not take what the engine says for so long that the
-//! outgoing queue is full, [`Sending::seal`] and the like wait; what cannot wait, a `Drop`, closes
-//! the session instead, which makes the daemon end everything that the session held. When the
-//! session ends, for that or any other reason, every transfer gets the outcome
-//! `Failed(DaemonGone)` and every call [`LeaseError::Gone`] or its like, at once.
+//! Every queue has a bound. When the daemon does not take what the engine says for so long that
+//! 8 MiB are queued, calls that say more wait: [`Sending::seal`], [`Pool::receive`] and the like.
+//! What cannot wait, the ends of leases and transfers that a `Drop` says, is queued all the same;
+//! it is bounded by the leases that a process can have. When the session ends, every transfer and
+//! delivery under way gets the outcome `Failed(DaemonGone)`, and every call [`LeaseError::Gone`] or
+//! its like, at once; [`Session::closed`] tells why. Memory stays mapped while a lease of it lives.
+//!
+//! A daemon that breaks the protocol is not trusted any further: the session ends with
+//! [`Closed::Misbehaved`], and nothing here panics or aborts the engine's process for it.
 //!
 //! Bytes from elsewhere cannot be reached before their verification:
 //!
@@ -45,7 +49,10 @@
 //! ```
 #![deny(unsafe_code)]
 
+mod checksum;
+mod closed;
 mod lease;
+mod outbox;
 #[expect(
     unsafe_code,
     reason = "a lease's pages are slices of memory that the daemon maps too"
@@ -55,10 +62,12 @@ mod pool;
 mod receive;
 mod send;
 mod session;
+mod shared;
 
+pub use closed::{Closed, Misbehaviour};
 pub use lease::{HeldLease, LeaseRequest};
 pub use pool::{LeaseError, Pool};
-pub use receive::{Delivered, DeliveryStats, ReceiveLease, Undelivered};
+pub use receive::{Aborter, Delivered, DeliveryStats, ReceiveLease, Undelivered};
 pub use send::{SealError, SendRefusal, SendRefused, Sending};
 pub use session::{ConnectError, RegisterError, Session};
 

@@ -23,8 +23,9 @@ pub(crate) fn page(lease: &Lease, region: u16, position: u32) -> &[u8] {
 pub(crate) fn page_mut(lease: &mut Arc<Lease>, region: u16, position: u32) -> &mut [u8] {
     let (offset, len) = place(lease, region, position);
     // SAFETY: the lease's one owner is borrowed mutably for as long as the slice lives, and nobody
-    // else reads or writes its slots: see the module. A clone of the `Arc` is kept by a
-    // verification alone, which is over before there is an owner with pages.
+    // else reads or writes this page: see the module. Clones of the `Arc` are kept by readers alone
+    // (`PageReader`): a verification, which is over before there is an owner with pages, and a
+    // seal, whose pages the owner does not reach until it is over (`Sending::lease_page_mut`).
     let page = unsafe { lease.pool.memory.slice_mut(offset, len) };
     page.expect("the page is in the pool, which was mapped whole")
 }

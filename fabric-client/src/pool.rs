@@ -1,23 +1,25 @@
 //! A registered pool.
 
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use fabric_ipc::Mapping;
-use fabric_proto::ids::{PoolId, SlotRef};
+use fabric_ipc::{Mapping, MappingError};
+use fabric_proto::ids::{Epoch, PoolId, SlotRef};
 use fabric_proto::outcome::Rejection;
 use fabric_proto::pool::PoolSpec;
 use fabric_proto::wire::Purpose;
 
+use crate::closed::Misbehaviour;
 use crate::lease::{HeldLease, LeaseRequest};
 use crate::receive::ReceiveLease;
-use crate::session::{Granted, Session, Shared};
+use crate::session::Session;
+use crate::shared::{Granted, Shared};
 
 /// Memory that this process and its daemon both map. Clones share it.
 #[derive(Clone)]
 pub struct Pool {
-    session: Session,
     shared: Arc<PoolShared>,
+    session: Session,
 }
 
 /// What every lease of a pool keeps alive: the mapping first of all.
@@ -26,8 +28,17 @@ pub(crate) struct PoolShared {
     pub(crate) id: PoolId,
     pub(crate) spec: PoolSpec,
     pub(crate) memory: Mapping,
-    /// Slots of leases that this process has not ended.
-    live: Mutex<HashSet<u32>>,
+    /// By index, every slot that was ever leased.
+    slots: Mutex<BTreeMap<u32, Slot>>,
+}
+
+/// What this process knows of a slot.
+#[derive(Clone, Copy)]
+struct Slot {
+    /// Of its last lease.
+    epoch: Epoch,
+    /// Whether this process has yet to end that lease.
+    leased: bool,
 }
 
 /// Why there is no lease.
@@ -44,7 +55,7 @@ pub enum LeaseError {
 
 impl Pool {
     pub(crate) fn new(session: Session, shared: Arc<PoolShared>) -> Self {
-        Self { session, shared }
+        Self { shared, session }
     }
 
     /// Leases slots that another engine will fill; the lease has the offer for it.
@@ -55,10 +66,12 @@ impl Pool {
     ///
     /// [`LeaseError::Rejected`] with both numbers (S9), before any slot is leased.
     pub async fn receive(&self, request: LeaseRequest) -> Result<ReceiveLease, LeaseError> {
-        let granted = self.lease(request, Purpose::Receive).await?;
-        // An offer is missing only where the daemon is at fault.
-        let (receive, offer) = granted.receive.ok_or(LeaseError::Gone)?;
-        Ok(ReceiveLease::new(self.session.clone(), receive, offer))
+        match self.lease(request, Purpose::Receive).await? {
+            Granted::Receiving(receive, offer) => {
+                Ok(ReceiveLease::new(self.session.clone(), receive, offer))
+            }
+            Granted::Held(_) => unreachable!("the session checks the kind"),
+        }
     }
 
     /// Leases slots for this engine to fill.
@@ -69,8 +82,28 @@ impl Pool {
     ///
     /// As [`Pool::receive`].
     pub async fn hold(&self, request: LeaseRequest) -> Result<HeldLease, LeaseError> {
-        let granted = self.lease(request, Purpose::Hold).await?;
-        Ok(HeldLease::new(self.session.clone(), granted.lease))
+        match self.lease(request, Purpose::Hold).await? {
+            Granted::Held(lease) => Ok(HeldLease::new(self.session.clone(), lease)),
+            Granted::Receiving(..) => unreachable!("the session checks the kind"),
+        }
+    }
+
+    /// Has the kernel allocate and map all of the pool's memory now, so that no later access waits
+    /// for it. Takes seconds for a large pool, on a thread of its own.
+    ///
+    /// Safe to cancel: it goes on, and changes no byte.
+    ///
+    /// # Errors
+    ///
+    /// [`MappingError::Prefault`] where there is not enough memory.
+    pub async fn prefault(&self) -> Result<(), MappingError> {
+        let shared = Arc::clone(&self.shared);
+        let populate = move || shared.memory.prefault().map(|_| ());
+        match tokio::task::spawn_blocking(populate).await {
+            Ok(result) => result,
+            Err(error) if error.is_cancelled() => Ok(()),
+            Err(error) => std::panic::resume_unwind(error.into_panic()),
+        }
     }
 
     /// What was registered.
@@ -86,13 +119,8 @@ impl Pool {
     }
 
     async fn lease(&self, wanted: LeaseRequest, purpose: Purpose) -> Result<Granted, LeaseError> {
-        let pool = self.shared.id;
-        let ask = |seq| wanted.message(seq, pool, purpose);
-        let granted = self
-            .shared
-            .session
-            .lease(Arc::clone(&self.shared), ask)
-            .await;
+        let pool = Arc::clone(&self.shared);
+        let granted = self.shared.session.lease(pool, wanted, purpose).await;
         granted
             .ok_or(LeaseError::Gone)?
             .map_err(LeaseError::Rejected)
@@ -121,40 +149,53 @@ impl PoolShared {
             id,
             spec,
             memory,
-            live: Mutex::new(HashSet::new()),
+            slots: Mutex::new(BTreeMap::new()),
         })
     }
 
-    /// Notes that slots are leased. False, with nothing noted, where one is leased already or is
-    /// none of the pool's: then the daemon cannot be trusted with memory.
-    // S5: checked on this side too.
-    pub(crate) fn claim(&self, slots: &[SlotRef]) -> bool {
-        let mut live = self.live();
-        let count = live.len();
-        let fresh = |slot: &SlotRef| slot.index.0 < self.spec.slots && live.insert(slot.index.0);
-        let claimed = slots.iter().copied().take_while({
-            let mut fresh = fresh;
-            move |slot| fresh(slot)
-        });
-        let claimed = claimed.count();
-        if claimed == slots.len() {
-            return true;
+    /// Notes that slots are leased.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with the first slot that cannot be: then the daemon cannot be trusted with
+    /// memory, the session ends, and it does not matter which of them were noted.
+    // S5: one owner; S6: no epoch twice. Both are checked on this side too.
+    pub(crate) fn claim(&self, slots: &[SlotRef]) -> Result<(), Misbehaviour> {
+        let mut known = self.slots();
+        for slot in slots {
+            let (index, epoch) = (slot.index.0, slot.epoch);
+            if index >= self.spec.slots {
+                let (got, want) = (index, self.spec.slots);
+                return Err(Misbehaviour::SlotOutside { got, want });
+            }
+            let leased = true;
+            match known.insert(index, Slot { epoch, leased }) {
+                Some(before) if before.leased => return Err(Misbehaviour::SlotLeased(index)),
+                Some(before) if epoch <= before.epoch => {
+                    return Err(Misbehaviour::EpochNotNewer {
+                        slot: index,
+                        got: epoch.as_u64(),
+                        before: before.epoch.as_u64(),
+                    });
+                }
+                Some(_) | None => {}
+            }
         }
-        for slot in &slots[..claimed] {
-            live.remove(&slot.index.0);
-        }
-        debug_assert_eq!(live.len(), count, "nothing is noted of a refused lease");
-        false
+        Ok(())
     }
 
     pub(crate) fn release(&self, slots: &[SlotRef]) {
-        let mut live = self.live();
+        let mut known = self.slots();
         for slot in slots {
-            live.remove(&slot.index.0);
+            if let Some(known) = known.get_mut(&slot.index.0)
+                && known.epoch == slot.epoch
+            {
+                known.leased = false;
+            }
         }
     }
 
-    fn live(&self) -> MutexGuard<'_, HashSet<u32>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slots(&self) -> MutexGuard<'_, BTreeMap<u32, Slot>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

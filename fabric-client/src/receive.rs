@@ -1,34 +1,51 @@
 //! The decode side: a lease that another engine fills, its verification, and its delivery.
 //!
 //! ```text
-//!  Waiting ─Expect…, Verify─▶ Verifying ─all match──▶ Verified ─Delivered─▶ Delivered
-//!              ▲                  └─some do not─▶ (reported) ─┐
-//!              └───────────── sent again: Verify, attempt + 1 ┘
-//!  from any: another outcome, or the session's end ─▶ Undelivered
+//!  Waiting ─Expect…, Verify─▶ Verifying ─reported─▶ Waiting ─LeaseOutcome─▶ Over
+//!     ▲                                                │
+//!     └──── some were corrupt: sent again, attempt + 1 ┘
+//!  Waiting, Verifying ─aborted here─▶ Released       (what the daemon still says is ignored)
+//!  Waiting, Verifying ─the session is over─▶ Over    (with Failed(DaemonGone))
 //! ```
+//!
+//! The verification runs in tasks of the session, whether or not anybody waits for the delivery.
+//! There is no way to switch it off.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use fabric_proto::ids::SlotRef;
-use fabric_proto::outcome::{Failure, Outcome};
+use fabric_proto::limits::RESEND_PAGES_MAX;
+use fabric_proto::outcome::{Abort, Failure, Outcome};
 use fabric_proto::pool::{PageRef, PageRun};
 use fabric_proto::wire::{AbortPolicy, Checksums, ToDaemon};
 use tokio::sync::watch;
 
+use crate::checksum::{PageReader, checksums};
+use crate::closed::Misbehaviour;
 use crate::lease::Lease;
 use crate::session::Session;
 
-/// A verification of fewer bytes is done where its message is read; a hand-over costs more.
-const INLINE_BYTES_MAX: u64 = 1 << 20;
+/// Most corrupt pages that are named to the daemon: one more than it would have sent again, so that
+/// it gives up, and the answer stays a message.
+const REPORT_PAGES_MAX: usize = RESEND_PAGES_MAX + 1;
 
-/// A lease whose pages are to arrive. There is no way to a byte of it but [`ReceiveLease::delivered`].
+/// A lease whose pages are to arrive. There is no way to a byte of it but
+/// [`ReceiveLease::delivered`].
 #[must_use = "dropping a lease ends it"]
 pub struct ReceiveLease {
-    session: Session,
     receive: Arc<Receive>,
     offer: Bytes,
+    session: Session,
+}
+
+/// Aborts a lease that somebody else waits for. Keeps nothing alive.
+#[derive(Clone)]
+pub struct Aborter {
+    receive: Weak<Receive>,
 }
 
 /// How a delivery went.
@@ -50,10 +67,10 @@ pub struct DeliveryStats {
 /// Dropping it ends the lease.
 #[must_use = "dropping a delivery ends its lease"]
 pub struct Delivered {
-    session: Session,
     lease: Arc<Lease>,
     payload: Bytes,
     stats: DeliveryStats,
+    session: Session,
 }
 
 /// A delivery that did not come about. Its lease has ended.
@@ -74,21 +91,34 @@ pub(crate) struct Receive {
 
 /// The record of the verification.
 struct Record {
-    /// CRC-32C by region and position; `None`: the daemon did not say.
-    expected: Vec<Option<u32>>,
-    /// Pages that matched when they were last verified.
+    state: State,
+    /// By region and position: what the daemon says that the page holds,
+    expected: Vec<u32>,
+    /// whether it has said so,
+    known: Vec<bool>,
+    /// and whether the page matched when it was last verified.
     matches: Vec<bool>,
+    /// Of the last verification; 0: there was none.
     attempt: u32,
     corrupt: u64,
     payload: Bytes,
+    elapsed: Duration,
+}
+
+enum State {
+    Waiting,
+    /// The flag stops it.
+    Verifying(Arc<AtomicBool>),
+    Over,
+    Released,
 }
 
 impl ReceiveLease {
     pub(crate) fn new(session: Session, receive: Arc<Receive>, offer: Bytes) -> Self {
         Self {
-            session,
             receive,
             offer,
+            session,
         }
     }
 
@@ -106,7 +136,7 @@ impl ReceiveLease {
 
     /// Waits for the outcome.
     ///
-    /// Not safe to cancel without losing the lease: it is ended then.
+    /// Cancelling it ends the lease, as dropping the lease does.
     ///
     /// # Errors
     ///
@@ -114,54 +144,77 @@ impl ReceiveLease {
     // S3: the one way from a lease to its bytes.
     pub async fn delivered(self) -> Result<Delivered, Undelivered> {
         let mut watched = self.receive.outcome.subscribe();
-        let outcome = match watched.wait_for(Option::is_some).await {
-            Ok(outcome) => *outcome,
-            // `self` has the sender.
-            Err(_) => None,
-        };
-        match outcome {
-            Some(Outcome::Delivered) => Ok(self.deliver()),
-            Some(outcome) => Err(Undelivered { outcome }),
-            None => Err(Undelivered {
-                outcome: Outcome::Failed(Failure::DaemonGone),
-            }),
+        let known = watched.wait_for(Option::is_some).await;
+        let known = known.ok().and_then(|outcome| *outcome);
+        match known.expect("the sender is there, and has an outcome") {
+            Outcome::Delivered => Ok(self.deliver()),
+            outcome @ (Outcome::Rejected(_) | Outcome::Aborted(_) | Outcome::Failed(_)) => {
+                Err(Undelivered { outcome })
+            }
         }
     }
 
     /// Ends the lease, and says what becomes of its transfer. Dropping it instead leaves that to
     /// the daemon's configuration.
     pub fn abort(self, policy: AbortPolicy) {
-        self.receive.lease.set_abort(policy);
+        self.receive.release(Some(policy));
+    }
+
+    /// A handle that can abort the lease while somebody waits for [`ReceiveLease::delivered`].
+    #[must_use]
+    pub fn aborter(&self) -> Aborter {
+        Aborter {
+            receive: Arc::downgrade(&self.receive),
+        }
+    }
+
+    /// The session.
+    #[must_use]
+    pub fn session(&self) -> &Session {
+        &self.session
     }
 
     fn deliver(self) -> Delivered {
         let record = self.receive.record();
         // S2, S10: our own record, and not the daemon's word alone.
-        assert!(record.is_verified(), "every page was verified here");
+        assert!(
+            matches!(record.state, State::Over) && record.is_verified(),
+            "every page was verified here on its last attempt, and none is being verified"
+        );
         let pages = record.matches.len() as u64;
         let stats = DeliveryStats {
             pages,
             bytes: pages * u64::from(self.receive.lease.pool.spec.layout.page_bytes),
             attempts: record.attempt,
             corrupt: record.corrupt,
-            elapsed: self.receive.begin.elapsed(),
+            elapsed: record.elapsed,
         };
         let payload = record.payload.clone();
         drop(record);
-        let lease = Arc::clone(&self.receive.lease);
         Delivered {
-            session: self.session.clone(),
-            lease,
+            lease: Arc::clone(&self.receive.lease),
             payload,
             stats,
+            session: self.session.clone(),
         }
     }
 }
 
-impl Drop for Receive {
+impl Drop for ReceiveLease {
     fn drop(&mut self) {
-        // Messages that are still on their way are about nothing any more.
-        self.lease.pool.session.forget_receive(self.lease.id);
+        // A verification that runs keeps the lease until it has stopped, at its next page.
+        self.receive.release(None);
+    }
+}
+
+impl Aborter {
+    /// Ends the delivery, and says what becomes of its transfer: the outcome is
+    /// `Aborted(Destination)`, and the lease ends when who waits for it has been told. Does nothing
+    /// where the delivery is over already, or the lease has ended.
+    pub fn abort(&self, policy: AbortPolicy) {
+        if let Some(receive) = self.receive.upgrade() {
+            receive.release(Some(policy));
+        }
     }
 }
 
@@ -216,150 +269,207 @@ impl Delivered {
 
 impl Receive {
     pub(crate) fn new(lease: Arc<Lease>) -> Self {
+        // Zeroed memory costs nothing until it is touched.
         let pages = usize::from(lease.pool.spec.layout.regions) * lease.slots.len();
         let record = Record {
-            expected: vec![None; pages],
+            state: State::Waiting,
+            expected: vec![0; pages],
+            known: vec![false; pages],
             matches: vec![false; pages],
             attempt: 0,
             corrupt: 0,
             payload: Bytes::new(),
+            elapsed: Duration::ZERO,
         };
-        let outcome = watch::channel(None).0;
         Self {
             lease,
             begin: Instant::now(),
-            outcome,
+            outcome: watch::channel(None).0,
             record: Mutex::new(record),
         }
     }
 
     /// Notes what pages must hold.
-    pub(crate) fn expect(&self, checksums: &Checksums) -> Result<(), &'static str> {
-        let range = self
-            .range(checksums.run())
-            .ok_or("checksums of pages outside the lease")?;
+    pub(crate) fn expect(&self, checksums: &Checksums) -> Result<(), Misbehaviour> {
+        let range = self.range(checksums.run())?;
         let mut record = self.record();
-        for (expected, crc) in record.expected[range].iter_mut().zip(&checksums.crcs) {
-            *expected = Some(*crc);
+        match record.state {
+            State::Waiting => {}
+            State::Released => return Ok(()),
+            State::Verifying(_) | State::Over => return Err(Misbehaviour::OutOfPlace),
+        }
+        for (index, crc) in range.zip(&checksums.crcs) {
+            // S2: a page is verified against what it must hold, not against what it had to.
+            if record.expected[index] != *crc {
+                record.matches[index] = false;
+            }
+            record.expected[index] = *crc;
+            record.known[index] = true;
         }
         Ok(())
     }
 
-    /// Verifies pages, here or on threads of its own, and reports.
+    /// Verifies pages, in a task of its own, and reports.
     pub(crate) fn verify(
         self: Arc<Self>,
         attempt: u32,
         runs: Vec<PageRun>,
         payload: Bytes,
-    ) -> Result<(), &'static str> {
-        if runs.is_empty() || runs.iter().any(|run| self.range(*run).is_none()) {
-            return Err("a verification of pages outside the lease");
-        }
-        {
-            let mut record = self.record();
-            if attempt != record.attempt + 1 {
-                return Err("a verification out of order");
-            }
-            record.attempt = attempt;
-            record.payload = payload;
-        }
-        let pages: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
-        let page_bytes = u64::from(self.lease.pool.spec.layout.page_bytes);
-        if pages * page_bytes <= INLINE_BYTES_MAX {
-            let corrupt = self.check(&runs);
-            self.report(attempt, &runs, corrupt);
-        } else {
-            tokio::task::spawn_blocking(move || {
-                let corrupt = self.check_in_parallel(&runs);
-                self.report(attempt, &runs, corrupt);
-            });
+    ) -> Result<(), Misbehaviour> {
+        if let Some(stop) = self.begin(attempt, &runs, payload)? {
+            tokio::spawn(self.run(attempt, runs, stop));
         }
         Ok(())
     }
 
-    /// Notes the outcome. `Err` where the daemon claims what was not verified.
-    pub(crate) fn end(&self, outcome: Outcome) -> Result<(), &'static str> {
-        let believed = outcome != Outcome::Delivered || self.record().is_verified();
-        // S2: an unverified page is not readable, whoever says that it was delivered.
-        let noted = if believed {
-            outcome
-        } else {
-            Outcome::Failed(Failure::PeerMisbehaved)
-        };
-        self.outcome.send_if_modified(|known| {
-            // S3: one outcome, the first.
-            let first = known.is_none();
-            if first {
-                *known = Some(noted);
-            }
-            first
-        });
-        if believed {
-            Ok(())
-        } else {
-            Err("a delivery of pages that were not verified")
+    /// Notes that a verification begins. `None` where it does not matter any more.
+    fn begin(
+        &self,
+        attempt: u32,
+        runs: &[PageRun],
+        payload: Bytes,
+    ) -> Result<Option<Arc<AtomicBool>>, Misbehaviour> {
+        let mut record = self.record();
+        match record.state {
+            State::Waiting => {}
+            State::Released => return Ok(None),
+            State::Verifying(_) | State::Over => return Err(Misbehaviour::OutOfPlace),
         }
+        let (got, want) = (attempt, record.attempt.saturating_add(1));
+        if got != want {
+            return Err(Misbehaviour::Attempt { got, want });
+        }
+        // Runs are 12 bytes and may name 2^32 pages each: no more are verified than there are.
+        let got = runs.iter().map(|run| u64::from(run.count)).sum();
+        let want = record.matches.len() as u64;
+        if got == 0 || got > want {
+            return Err(Misbehaviour::PagesTwice { got, want });
+        }
+        for run in runs {
+            // S2: what an earlier attempt found does not count for bytes that came after it.
+            record.matches[self.range(*run)?].fill(false);
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        record.attempt = attempt;
+        record.payload = payload;
+        record.state = State::Verifying(Arc::clone(&stop));
+        Ok(Some(stop))
     }
 
-    /// The pages of the runs whose bytes do not match.
-    // S10: a page without an expected checksum counts as corrupt, not as checked.
-    fn check(&self, runs: &[PageRun]) -> Vec<PageRef> {
+    async fn run(self: Arc<Self>, attempt: u32, runs: Vec<PageRun>, stop: Arc<AtomicBool>) {
+        let session = Arc::clone(&self.lease.pool.session);
+        let reader = PageReader {
+            lease: Arc::clone(&self.lease),
+            stop,
+            reading: None,
+        };
+        let Some(crcs) = checksums(&session.workers, reader, &runs).await else {
+            return; // Nobody wants to know any more.
+        };
+        let Some(report) = self.compare(attempt, &runs, &crcs) else {
+            return;
+        };
+        // The answer may have to wait for room; the lease need not.
+        drop(self);
+        let _ = session.send(vec![report.encode()]).await;
+    }
+
+    /// Compares what pages hold with what they must, and makes the report.
+    fn compare(&self, attempt: u32, runs: &[PageRun], crcs: &[u32]) -> Option<ToDaemon> {
+        let mut record = self.record();
+        let State::Verifying(_) = record.state else {
+            return None;
+        };
+        let pages: usize = runs.iter().map(|run| run.count as usize).sum();
+        // S10: nothing is skipped.
+        assert_eq!(crcs.len(), pages, "every page was checksummed");
+        let mut corrupt_count = 0;
         let mut corrupt = Vec::new();
-        for run in runs {
-            let range = self.range(*run).expect("the runs were checked");
-            let expected = self.record().expected[range].to_vec();
-            for (position, expected) in (run.first..).zip(expected) {
-                let page = crate::pages::page(&self.lease, run.region, position);
-                if expected != Some(fabric_ipc::crc32c(page)) {
-                    corrupt.push(PageRef {
-                        region: run.region,
-                        position,
-                    });
+        let named = runs.iter().flat_map(|run| {
+            let positions = run.first..run.first + run.count;
+            positions.map(|position| PageRef {
+                region: run.region,
+                position,
+            })
+        });
+        for (page, crc) in named.zip(crcs) {
+            let index = self.index(page.region, page.position);
+            // S10: a page of which nobody said what it must hold is corrupt, not checked.
+            let matches = record.known[index] && record.expected[index] == *crc;
+            record.matches[index] = matches;
+            if !matches {
+                corrupt_count += 1;
+                if corrupt.len() < REPORT_PAGES_MAX {
+                    corrupt.push(page);
                 }
             }
         }
-        corrupt
-    }
-
-    fn check_in_parallel(&self, runs: &[PageRun]) -> Vec<PageRef> {
-        let threads = std::thread::available_parallelism()
-            .map_or(1, usize::from)
-            .min(8);
-        let total: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
-        let shares = share(runs, total.div_ceil(threads as u64));
-        std::thread::scope(|scope| {
-            let checks: Vec<_> = shares
-                .iter()
-                .map(|share| scope.spawn(|| self.check(share)))
-                .collect();
-            let joined = checks.into_iter();
-            joined
-                .flat_map(|check| check.join().expect("a check does not panic"))
-                .collect()
+        record.corrupt += corrupt_count;
+        record.state = State::Waiting;
+        drop(record);
+        let lease = self.lease.id;
+        if corrupt_count > 0 {
+            tracing::warn!(%lease, attempt, pages = corrupt_count, "corrupt pages");
+        }
+        Some(ToDaemon::Verified {
+            lease,
+            attempt,
+            corrupt,
         })
     }
 
-    fn report(&self, attempt: u32, runs: &[PageRun], corrupt: Vec<PageRef>) {
+    /// Notes the outcome that the daemon tells.
+    pub(crate) fn end(&self, outcome: Outcome) -> Result<(), Misbehaviour> {
         let mut record = self.record();
-        for run in runs {
-            let range = self.range(*run).expect("the runs were checked");
-            record.matches[range].fill(true);
+        match &record.state {
+            State::Waiting => {}
+            State::Verifying(stop) => {
+                if outcome == Outcome::Delivered {
+                    return Err(record.unverified());
+                }
+                stop.store(true, Ordering::Relaxed);
+            }
+            State::Released => return Ok(()),
+            // S3: one outcome.
+            State::Over => return Err(Misbehaviour::OutOfPlace),
         }
-        for page in &corrupt {
-            let index = self.index(page.region, page.position);
-            record.matches[index] = false;
+        // S2: an unverified page is not readable, whoever says that it was delivered.
+        if outcome == Outcome::Delivered && !record.is_verified() {
+            return Err(record.unverified());
         }
-        record.corrupt += corrupt.len() as u64;
+        record.state = State::Over;
+        record.elapsed = self.begin.elapsed();
         drop(record);
-        if !corrupt.is_empty() {
-            tracing::warn!(lease = %self.lease.id, attempt, pages = corrupt.len(), "corrupt pages");
+        self.outcome.send_replace(Some(outcome));
+        Ok(())
+    }
+
+    /// The session is over, and no outcome can come any more.
+    pub(crate) fn lose(&self) {
+        self.settle(State::Over, Outcome::Failed(Failure::DaemonGone));
+    }
+
+    /// Nobody here wants the delivery any more.
+    fn release(&self, policy: Option<AbortPolicy>) {
+        if self.settle(State::Released, Outcome::Aborted(Abort::Destination))
+            && let Some(policy) = policy
+        {
+            self.lease.set_abort(policy);
         }
-        let verified = ToDaemon::Verified {
-            lease: self.lease.id,
-            attempt,
-            corrupt,
-        };
-        self.lease.pool.session.send_now(&verified);
+    }
+
+    /// Settles the outcome from this side. False where it was settled before.
+    fn settle(&self, state: State, outcome: Outcome) -> bool {
+        let mut record = self.record();
+        match &record.state {
+            State::Waiting => {}
+            State::Verifying(stop) => stop.store(true, Ordering::Relaxed),
+            State::Over | State::Released => return false,
+        }
+        record.state = state;
+        drop(record);
+        self.outcome.send_replace(Some(outcome));
+        true
     }
 
     fn record(&self) -> MutexGuard<'_, Record> {
@@ -371,15 +481,24 @@ impl Receive {
         usize::from(region) * self.lease.slots.len() + position as usize
     }
 
-    /// The indices of a run's pages; `None` where it leaves the lease.
-    fn range(&self, run: PageRun) -> Option<std::ops::Range<usize>> {
+    /// The indices of a run's pages.
+    fn range(&self, run: PageRun) -> Result<Range<usize>, Misbehaviour> {
+        let PageRun {
+            region,
+            first,
+            count,
+        } = run;
         let slots = self.lease.slots.len() as u64;
-        let inside = u64::from(run.first) + u64::from(run.count) <= slots;
-        if run.region >= self.lease.pool.spec.layout.regions || !inside {
-            return None;
+        let inside = u64::from(first) + u64::from(count) <= slots;
+        if region >= self.lease.pool.spec.layout.regions || !inside {
+            return Err(Misbehaviour::PagesOutside {
+                region,
+                first,
+                count,
+            });
         }
-        let start = self.index(run.region, run.first);
-        Some(start..start + run.count as usize)
+        let start = self.index(region, first);
+        Ok(start..start + count as usize)
     }
 }
 
@@ -387,28 +506,17 @@ impl Record {
     fn is_verified(&self) -> bool {
         self.attempt > 0 && self.matches.iter().all(|matches| *matches)
     }
-}
 
-/// Splits runs into shares of at most `pages` pages each.
-fn share(runs: &[PageRun], pages: u64) -> Vec<Vec<PageRun>> {
-    let mut shares = vec![Vec::new()];
-    let mut room = pages;
-    for run in runs {
-        let mut rest = *run;
-        while rest.count > 0 {
-            if room == 0 {
-                shares.push(Vec::new());
-                room = pages;
+    fn unverified(&self) -> Misbehaviour {
+        let got = match self.state {
+            State::Verifying(_) => 0,
+            State::Waiting | State::Over | State::Released => {
+                self.matches.iter().filter(|matches| **matches).count() as u64
             }
-            let count = rest.count.min(u32::try_from(room).unwrap_or(u32::MAX));
-            let last = shares.last_mut().expect("there is at least one");
-            last.push(PageRun { count, ..rest });
-            rest.first += count;
-            rest.count -= count;
-            room -= u64::from(count);
-        }
+        };
+        let want = self.matches.len() as u64;
+        Misbehaviour::Unverified { got, want }
     }
-    shares
 }
 
 impl std::fmt::Debug for ReceiveLease {
@@ -431,24 +539,8 @@ impl std::fmt::Debug for Delivered {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shares_cover_every_page_once() {
-        let run = |region, first, count| PageRun {
-            region,
-            first,
-            count,
-        };
-        let runs = [run(0, 0, 5), run(1, 2, 1), run(2, 0, 4)];
-        let shares = share(&runs, 4);
-        let expected = [
-            vec![run(0, 0, 4)],
-            vec![run(0, 4, 1), run(1, 2, 1), run(2, 0, 2)],
-            vec![run(2, 2, 2)],
-        ];
-        assert_eq!(shares, expected);
+impl std::fmt::Debug for Aborter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Aborter").finish_non_exhaustive()
     }
 }

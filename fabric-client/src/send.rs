@@ -1,33 +1,67 @@
 //! The prefill side: a transfer from here.
+//!
+//! ```text
+//!  a page:   Open ─seal begins─▶ Frozen ─queued for the daemon─▶ Sealed
+//!                                  └─the seal was cancelled: seal it again
+//! ```
+//!
+//! A page that is frozen or sealed does not change until the outcome: threads here, and then the
+//! daemon and its NIC, read it.
 
+use std::convert::Infallible;
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use fabric_proto::ids::{SlotRef, TransferId};
-use fabric_proto::limits::CHECKSUMS_PER_MESSAGE_MAX;
+use fabric_proto::limits::{CHECKSUMS_PER_MESSAGE_MAX, PAYLOAD_BYTES_MAX};
 use fabric_proto::outcome::{Failure, Outcome, Rejection};
+use fabric_proto::pool::PageRun;
 use fabric_proto::wire::{Checksums, ToDaemon};
-use tokio::sync::oneshot;
-use tokio::sync::oneshot::error::TryRecvError;
+use tokio::sync::{mpsc, watch};
 
-use crate::lease::HeldLease;
-use crate::session::Opened;
+use crate::checksum::{PageReader, checksums};
+use crate::closed::Misbehaviour;
+use crate::lease::{HeldLease, Lease};
 
-/// A transfer that is under way. Dropping it unfinished aborts it and ends its lease.
+/// A transfer that is under way. Dropping it unfinished aborts it and ends its lease, in that order
+/// and without waiting.
 ///
 /// Positions count the transfer's own slots, which are those of the lease that the offer asks for.
 #[must_use = "dropping a transfer aborts it"]
 pub struct Sending {
+    transfer: Transfer,
     /// `None` once it was given back.
     held: Option<HeldLease>,
-    transfer: TransferId,
+    /// By region and position.
+    pages: Vec<PageState>,
+    /// Ends when the threads of a seal that was cancelled read no more.
+    reading: Option<mpsc::Receiver<Infallible>>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum PageState {
+    Open,
+    Frozen,
+    Sealed,
+}
+
+/// A transfer as the daemon opened it. Dropping it before its outcome aborts it.
+pub(crate) struct Transfer {
+    id: TransferId,
+    state: Arc<SendState>,
     slots: u32,
     offset: u32,
-    /// By region and position.
-    sealed: Vec<bool>,
-    outcome: oneshot::Receiver<Outcome>,
-    /// The outcome, where it came while pages were sealed.
-    known: Option<Outcome>,
+    aborted: bool,
+    /// Last: the lease ends after the transfer, on the wire too.
+    lease: Arc<Lease>,
+}
+
+/// What the session knows of a transfer.
+pub(crate) struct SendState {
+    outcome: watch::Sender<Option<Outcome>>,
+    finished: AtomicBool,
 }
 
 /// Why a page was not sealed.
@@ -75,75 +109,53 @@ pub enum SendRefusal {
     /// The session with the daemon ended.
     #[error("the session with the local daemon ended")]
     Gone,
-    /// The daemon opened a transfer that the lease cannot have.
-    #[error("the daemon opened {got} slots of a lease of {want}")]
-    Misbehaved {
-        /// The slots that it opened, and those before them.
-        got: u64,
-        /// The slots of the lease.
-        want: u64,
-    },
 }
 
 impl SendRefused {
     pub(crate) fn rejected(held: HeldLease, reason: Rejection) -> Self {
-        Self {
-            held,
-            reason: SendRefusal::Rejected(reason),
-        }
+        let reason = SendRefusal::Rejected(reason);
+        Self { held, reason }
     }
 
     pub(crate) fn gone(held: HeldLease) -> Self {
-        Self {
-            held,
-            reason: SendRefusal::Gone,
-        }
+        let reason = SendRefusal::Gone;
+        Self { held, reason }
     }
 }
 
 impl Sending {
-    pub(crate) fn new(held: HeldLease, opened: Opened) -> Result<Self, SendRefused> {
-        let Opened {
-            transfer,
-            slots,
-            offset,
-            outcome,
-        } = opened;
-        let (got, want) = (
-            u64::from(slots) + u64::from(offset),
-            held.slots().len() as u64,
+    pub(crate) fn new(held: HeldLease, transfer: Transfer) -> Self {
+        assert!(
+            Arc::ptr_eq(&held.lease, &transfer.lease),
+            "the transfer is from this lease"
         );
-        if got > want {
-            held.lease.pool.session.close();
-            return Err(SendRefused {
-                held,
-                reason: SendRefusal::Misbehaved { got, want },
-            });
-        }
         let regions = usize::from(held.lease.pool.spec.layout.regions);
-        let sealed = vec![false; regions * slots as usize];
-        Ok(Self {
-            held: Some(held),
+        let pages = vec![PageState::Open; regions * transfer.slots as usize];
+        Self {
             transfer,
-            slots,
-            offset,
-            sealed,
-            outcome,
-            known: None,
-        })
+            held: Some(held),
+            pages,
+            reading: None,
+        }
     }
 
     /// How many slots are sent.
     #[must_use]
     pub fn slots(&self) -> u32 {
-        self.slots
+        self.transfer.slots
+    }
+
+    /// Which of the lease's slots is the first that is sent.
+    #[must_use]
+    pub fn offset(&self) -> u32 {
+        self.transfer.offset
     }
 
     /// The source's slots that are sent.
     #[must_use]
     pub fn slot_refs(&self) -> &[SlotRef] {
-        let offset = self.offset as usize;
-        &self.held().slots()[offset..offset + self.slots as usize]
+        let offset = self.transfer.offset as usize;
+        &self.held().slots()[offset..offset + self.transfer.slots as usize]
     }
 
     /// A page to read.
@@ -155,7 +167,7 @@ impl Sending {
     pub fn page(&self, region: u16, position: u32) -> &[u8] {
         self.index(region, position)
             .expect("the page is in the transfer");
-        self.held().page(region, self.offset + position)
+        self.held().page(region, self.transfer.offset + position)
     }
 
     /// A page to fill.
@@ -166,35 +178,67 @@ impl Sending {
     /// checksummed must not change, or the destination would find it corrupt.
     #[must_use]
     pub fn page_mut(&mut self, region: u16, position: u32) -> &mut [u8] {
-        let index = self
-            .index(region, position)
+        self.index(region, position)
             .expect("the page is in the transfer");
+        self.lease_page_mut(region, self.transfer.offset + position)
+    }
+
+    /// A page of the whole lease to read: also of slots that are not sent, since the destination
+    /// has their tokens already. `position` counts the lease's slots.
+    ///
+    /// # Panics
+    ///
+    /// Where the region or the position is outside the lease.
+    #[must_use]
+    pub fn lease_page(&self, region: u16, position: u32) -> &[u8] {
+        self.held().page(region, position)
+    }
+
+    /// A page of the whole lease to fill. `position` counts the lease's slots.
+    ///
+    /// # Panics
+    ///
+    /// Where the region or the position is outside the lease, or the page is sealed.
+    #[must_use]
+    pub fn lease_page_mut(&mut self, region: u16, position: u32) -> &mut [u8] {
+        let sent = position.checked_sub(self.transfer.offset);
+        let index = sent.and_then(|position| self.index(region, position));
+        let state = index.map_or(PageState::Open, |index| self.pages[index]);
+        // S2: what was checksummed is what is sent.
         assert!(
-            !self.sealed[index],
+            state == PageState::Open,
             "page {position} of region {region} is sealed"
         );
-        let position = self.offset + position;
-        let held = self
-            .held
-            .as_mut()
-            .expect("the lease is given back at the end alone");
+        let held = self.held.as_mut();
+        let held = held.expect("the lease is given back at the end alone");
         held.page_mut(region, position)
     }
 
-    /// Says that pages are complete: they are checksummed here, and go out as soon as they can.
+    /// Says that pages are complete: they are checksummed here, on threads of their own where they
+    /// are many, and go out as soon as they can. Waits while the session's outgoing queue is full.
+    ///
+    /// Safe to cancel: then either all of the pages are sealed or none is; those that are not can
+    /// be sealed again, and do not change meanwhile.
     ///
     /// # Errors
     ///
     /// [`SealError`]; `Over` tells that there is no use in going on.
     pub async fn seal(&mut self, region: u16, positions: Range<u32>) -> Result<(), SealError> {
-        for message in self.checksum(region, positions)? {
-            let sent = self.held().lease.pool.session.send(message).await;
-            sent.ok_or(SealError::Over(Outcome::Failed(Failure::DaemonGone)))?;
-        }
-        Ok(())
+        self.freeze(region, &positions)?;
+        self.reads_over().await;
+        let (reading, over) = mpsc::channel(1);
+        self.reading = Some(over);
+        let reader = self.reader(Some(reading));
+        let workers = Arc::clone(&self.transfer.lease.pool.session.workers);
+        let runs = self.runs(region, &positions);
+        let crcs = checksums(&workers, reader, &runs).await;
+        self.reading = None;
+        // It is stopped by nobody but a runtime that shuts down, and the session with it.
+        let crcs = crcs.ok_or(GONE)?;
+        self.queue(region, &positions, &crcs).await
     }
 
-    /// As [`Sending::seal`], from a thread that computes.
+    /// As [`Sending::seal`], on the calling thread: for one that computes.
     ///
     /// # Errors
     ///
@@ -204,101 +248,147 @@ impl Sending {
     ///
     /// Within an asynchronous task, as anything that blocks does.
     pub fn seal_blocking(&mut self, region: u16, positions: Range<u32>) -> Result<(), SealError> {
-        for message in self.checksum(region, positions)? {
-            let sent = self.held().lease.pool.session.send_blocking(&message);
-            sent.ok_or(SealError::Over(Outcome::Failed(Failure::DaemonGone)))?;
-        }
-        Ok(())
+        self.freeze(region, &positions)?;
+        let runs = self.runs(region, &positions);
+        let crcs = self.reader(None).checksums(&runs).ok_or(GONE)?;
+        let runtime = self.held().session.runtime().clone();
+        runtime.block_on(self.queue(region, &positions, &crcs))
     }
 
     /// Says that every page is sealed, and waits for the outcome. From then on nothing reads the
     /// pages, and they may change.
     ///
-    /// `payload`, at most [`PAYLOAD_BYTES_MAX`](fabric_proto::limits::PAYLOAD_BYTES_MAX) bytes,
-    /// arrives with the pages or not at all. With a page unsealed, or a longer payload, the
-    /// transfer is aborted instead: half a prompt is never delivered.
+    /// `payload`, at most [`PAYLOAD_BYTES_MAX`] bytes, arrives with the pages or not at all. With a
+    /// page unsealed, or a longer payload, the transfer is aborted instead, and the outcome says
+    /// so: half a prompt is never delivered.
     ///
-    /// Cancelling it aborts the transfer, unless the destination has decided by then.
+    /// Cancelling it aborts the transfer, unless the destination has decided by then, and ends the
+    /// lease.
     pub async fn finish(mut self, payload: Bytes) -> (Outcome, HeldLease) {
-        let complete = self.sealed.iter().all(|sealed| *sealed);
-        if !complete || payload.len() > fabric_proto::limits::PAYLOAD_BYTES_MAX {
-            tracing::error!(transfer = %self.transfer, complete, "a transfer cannot be finished");
+        let sealed = self.sealed_count();
+        let (pages, bytes) = (self.pages.len(), payload.len());
+        if sealed < pages || bytes > PAYLOAD_BYTES_MAX {
+            let transfer = self.transfer.id;
+            tracing::error!(%transfer, sealed, pages, payload_bytes = bytes, "cannot finish");
             return self.abort().await;
         }
         let message = ToDaemon::Finish {
-            transfer: self.transfer,
+            transfer: self.transfer.id,
             payload,
         };
-        // A session that is gone has told the outcome.
-        self.held().lease.pool.session.send(message).await;
+        let message = vec![message.encode()];
+        // Before the daemon can say that it delivered.
+        self.transfer.state.finished.store(true, Ordering::Relaxed);
+        // A session that is over has told the outcome.
+        let _ = self.transfer.lease.pool.session.send(message).await;
         self.ended().await
     }
 
     /// Ends the transfer from this side, and waits until nothing reads the pages. The outcome is
     /// `Aborted`, unless another came first.
+    ///
+    /// Cancelling it ends the lease too.
     pub async fn abort(mut self) -> (Outcome, HeldLease) {
-        let message = ToDaemon::AbortSend {
-            transfer: self.transfer,
-        };
-        self.held().lease.pool.session.send(message).await;
+        self.transfer.abort();
         self.ended().await
     }
 
     async fn ended(&mut self) -> (Outcome, HeldLease) {
-        let outcome = match self.known {
-            Some(outcome) => outcome,
-            None => (&mut self.outcome)
-                .await
-                .unwrap_or(Outcome::Failed(Failure::DaemonGone)),
-        };
+        let outcome = self.transfer.state.outcome().await;
+        self.reads_over().await;
         let held = self.held.take().expect("a transfer ends once");
         (outcome, held)
     }
 
-    /// Checksums pages and notes that they are sealed; gives the messages that say so.
-    fn checksum(&mut self, region: u16, positions: Range<u32>) -> Result<Vec<ToDaemon>, SealError> {
-        self.still_under_way()?;
+    /// Waits until the threads of a seal that was cancelled read no more: they were told to stop.
+    async fn reads_over(&mut self) {
+        if let Some(reading) = &mut self.reading {
+            // Nothing is ever said but the end.
+            let _ = reading.recv().await;
+        }
+        self.reading = None;
+    }
+
+    /// Checks pages and makes sure that they do not change from now on.
+    fn freeze(&mut self, region: u16, positions: &Range<u32>) -> Result<(), SealError> {
+        if let Some(outcome) = self.transfer.state.known() {
+            return Err(SealError::Over(outcome));
+        }
         for position in positions.clone() {
             let outside = SealError::Outside { region, position };
             let index = self.index(region, position).ok_or(outside)?;
-            if self.sealed[index] {
+            if self.pages[index] == PageState::Sealed {
                 return Err(SealError::Twice { region, position });
             }
         }
-        let mut messages = Vec::new();
-        let mut first = positions.start;
-        let most = u32::try_from(CHECKSUMS_PER_MESSAGE_MAX).expect("the limit fits");
-        while first < positions.end {
-            let end = positions.end.min(first.saturating_add(most));
-            let crcs = (first..end).map(|position| fabric_ipc::crc32c(self.page(region, position)));
+        self.set(region, positions, PageState::Frozen);
+        Ok(())
+    }
+
+    /// Queues what was checksummed, all of it or, where it is cancelled or over, none.
+    async fn queue(
+        &mut self,
+        region: u16,
+        positions: &Range<u32>,
+        crcs: &[u32],
+    ) -> Result<(), SealError> {
+        assert_eq!(crcs.len(), positions.len(), "every page has its checksum");
+        let parts = positions.clone().step_by(CHECKSUMS_PER_MESSAGE_MAX);
+        let messages = parts.zip(crcs.chunks(CHECKSUMS_PER_MESSAGE_MAX));
+        let messages = messages.map(|(first, crcs)| {
+            let crcs = crcs.to_vec();
             let checksums = Checksums {
                 region,
                 first,
-                crcs: crcs.collect(),
+                crcs,
             };
-            messages.push(ToDaemon::Seal {
-                transfer: self.transfer,
+            let transfer = self.transfer.id;
+            ToDaemon::Seal {
+                transfer,
                 checksums,
-            });
-            first = end;
-        }
-        for position in positions {
-            let index = self.index(region, position).expect("it was checked above");
-            self.sealed[index] = true;
-        }
-        Ok(messages)
+            }
+            .encode()
+        });
+        let messages: Vec<_> = messages.collect();
+        let sent = self.transfer.lease.pool.session.send(messages).await;
+        sent.ok_or(GONE)?;
+        // No await since they were queued.
+        self.set(region, positions, PageState::Sealed);
+        Ok(())
     }
 
-    fn still_under_way(&mut self) -> Result<(), SealError> {
-        if self.known.is_none() {
-            self.known = match self.outcome.try_recv() {
-                Ok(outcome) => Some(outcome),
-                Err(TryRecvError::Empty) => None,
-                Err(TryRecvError::Closed) => Some(Outcome::Failed(Failure::DaemonGone)),
-            };
+    fn reader(&self, reading: Option<mpsc::Sender<Infallible>>) -> PageReader {
+        PageReader {
+            lease: Arc::clone(&self.transfer.lease),
+            stop: Arc::new(AtomicBool::new(false)),
+            reading,
         }
-        self.known
-            .map_or(Ok(()), |outcome| Err(SealError::Over(outcome)))
+    }
+
+    /// The pages by the lease's positions.
+    fn runs(&self, region: u16, positions: &Range<u32>) -> Vec<PageRun> {
+        let run = PageRun {
+            region,
+            first: self.transfer.offset + positions.start,
+            count: u32::try_from(positions.len()).expect("a range of u32 that was checked"),
+        };
+        if run.count == 0 {
+            Vec::new()
+        } else {
+            vec![run]
+        }
+    }
+
+    fn set(&mut self, region: u16, positions: &Range<u32>, state: PageState) {
+        for position in positions.clone() {
+            let index = self.index(region, position);
+            self.pages[index.expect("the caller has checked the pages")] = state;
+        }
+    }
+
+    fn sealed_count(&self) -> usize {
+        let sealed = |state: &&PageState| **state == PageState::Sealed;
+        self.pages.iter().filter(sealed).count()
     }
 
     fn held(&self) -> &HeldLease {
@@ -308,28 +398,100 @@ impl Sending {
     }
 
     fn index(&self, region: u16, position: u32) -> Option<usize> {
-        let inside = region < self.held().lease.pool.spec.layout.regions && position < self.slots;
-        inside.then(|| usize::from(region) * self.slots as usize + position as usize)
+        let (regions, slots) = (
+            self.transfer.lease.pool.spec.layout.regions,
+            self.transfer.slots,
+        );
+        let inside = region < regions && position < slots;
+        inside.then(|| usize::from(region) * slots as usize + position as usize)
     }
 }
 
-impl Drop for Sending {
-    fn drop(&mut self) {
-        // The lease ends right after, and in that order on the wire.
-        if let Some(held) = &self.held {
-            held.lease.pool.session.send_now(&ToDaemon::AbortSend {
-                transfer: self.transfer,
-            });
+impl Transfer {
+    pub(crate) fn new(
+        lease: Arc<Lease>,
+        id: TransferId,
+        state: Arc<SendState>,
+        slots: u32,
+        offset: u32,
+    ) -> Self {
+        Self {
+            id,
+            state,
+            slots,
+            offset,
+            aborted: false,
+            lease,
         }
+    }
+
+    /// Says that the transfer ends from this side, unless it is over or that was said.
+    fn abort(&mut self) {
+        if self.aborted || self.state.known().is_some() {
+            return;
+        }
+        self.aborted = true;
+        let message = ToDaemon::AbortSend { transfer: self.id };
+        self.lease.pool.session.send_end(&message);
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+impl SendState {
+    pub(crate) fn new() -> Self {
+        Self {
+            outcome: watch::channel(None).0,
+            finished: AtomicBool::new(false),
+        }
+    }
+
+    /// Takes in what the daemon says.
+    pub(crate) fn ended(&self, id: TransferId, outcome: Outcome) -> Result<(), Misbehaviour> {
+        // Relaxed: it was set before the message was queued that the daemon answers.
+        // S3: no transfer is delivered that this engine has not finished.
+        if outcome == Outcome::Delivered && !self.finished.load(Ordering::Relaxed) {
+            self.end(Outcome::Failed(Failure::DaemonGone));
+            return Err(Misbehaviour::Unfinished(id));
+        }
+        self.end(outcome);
+        Ok(())
+    }
+
+    /// Notes the outcome. The first stands.
+    pub(crate) fn end(&self, outcome: Outcome) {
+        self.outcome.send_if_modified(|known| {
+            let first = known.is_none();
+            known.get_or_insert(outcome);
+            first
+        });
+    }
+
+    fn known(&self) -> Option<Outcome> {
+        *self.outcome.borrow()
+    }
+
+    async fn outcome(&self) -> Outcome {
+        let mut outcome = self.outcome.subscribe();
+        let known = outcome.wait_for(Option::is_some).await;
+        let known = known.ok().and_then(|outcome| *outcome);
+        known.expect("the sender is there, and has an outcome")
     }
 }
 
 impl std::fmt::Debug for Sending {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (transfer, slots) = (self.transfer, self.slots);
+        let (transfer, slots) = (self.transfer.id, self.transfer.slots);
         f.debug_struct("Sending")
             .field("transfer", &transfer)
             .field("slots", &slots)
             .finish_non_exhaustive()
     }
 }
+
+/// What a seal says when the session is over.
+const GONE: SealError = SealError::Over(Outcome::Failed(Failure::DaemonGone));

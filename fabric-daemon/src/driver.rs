@@ -168,8 +168,8 @@ impl Driver {
             Output::CloseLink { link, reason } => {
                 parts.shell.links.close(link, Closing::Misbehaved(reason));
             }
-            Output::Connect { node } if node == parts.shell.node => self.loop_back(),
-            Output::Connect { node } => parts.shell.links.connect(node),
+            Output::Connect { node, .. } if node == parts.shell.node => self.loop_back(),
+            Output::Connect { node, after } => parts.shell.links.connect(node, after),
             Output::Plane { plane, command } => {
                 note_command(plane_label(plane), &command);
                 parts.shell.planes.submit(plane, command);

@@ -478,6 +478,7 @@ const LINK_REFUSALS: &[&str] = &[
     "local",
     "malformed",
     "not_listed",
+    "not_restarted",
     "stale_incarnation",
     "unreachable",
     "version",

@@ -1,1 +1,18 @@
-//! Placeholder while the crate is being written.
+//! What the whole-system tests, the demo and the benchmark share: clusters of real processes on
+//! loopback, light engines, faults.
+//!
+//! - [`cluster`]: daemons and engines as processes, with readiness, logs, signals, metrics.
+//! - [`proxy`]: a network between two daemons that can be cut, slowed and made to lie.
+//! - [`light`]: an engine without a model: pools of patterns, transfers, checks of every byte.
+//! - [`completions`]: a client of the thin engine.
+//! - [`child`]: helper processes that are driven over their standard input and output.
+
+#![forbid(unsafe_code)]
+
+pub mod child;
+pub mod cluster;
+pub mod completions;
+pub mod light;
+pub mod programs;
+pub mod proxy;
+pub mod random;

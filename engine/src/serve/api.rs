@@ -9,8 +9,8 @@ use crate::sampling::SamplingParams;
 /// The most tokens that are generated where the request does not say; as OpenAI has it.
 const MAX_TOKENS_DEFAULT: usize = 16;
 
-/// `POST /v1/completions`, the parts of OpenAI's request that this engine knows. `model` is not among
-/// them: an engine serves one.
+/// `POST /v1/completions`, the parts of OpenAI's request that this engine knows. `model` is not
+/// among them: an engine serves one.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct CompletionRequest {
     /// The text to go on from.

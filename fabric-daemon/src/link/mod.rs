@@ -20,7 +20,8 @@ mod frames;
 mod hello;
 mod tls;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -67,8 +68,8 @@ pub(crate) struct Links {
     registry: Registry<LinkId, About>,
     /// The latest life of each node that was heard of. As long as the allow-list at most.
     seen: Mutex<BTreeMap<NodeId, Incarnation>>,
-    /// Nodes that are being connected to.
-    dialing: Mutex<BTreeSet<NodeId>>,
+    /// Nodes that are being connected to, and the life that would be too early.
+    dialing: Mutex<BTreeMap<NodeId, Option<Incarnation>>>,
     handshakes: Arc<Semaphore>,
     permits: Arc<Semaphore>,
     next_link: AtomicU64,
@@ -240,10 +241,19 @@ impl Links {
         }
     }
 
-    /// Connects to a node, unless that is under way. `LinkUp` or `ConnectFailed` follows.
-    pub(crate) fn connect(self: &Arc<Self>, node: NodeId) {
-        if !lock(&self.dialing).insert(node) {
-            return;
+    /// Connects to a node, unless that is under way: to a later life of it than `after`, if given.
+    /// `LinkUp` or `ConnectFailed` follows.
+    pub(crate) fn connect(self: &Arc<Self>, node: NodeId, after: Option<Incarnation>) {
+        match lock(&self.dialing).entry(node) {
+            // The attempt is for both: whatever suits the less demanding of them.
+            Entry::Occupied(mut dialing) => {
+                let least = (*dialing.get()).min(after);
+                dialing.insert(least);
+                return;
+            }
+            Entry::Vacant(free) => {
+                free.insert(after);
+            }
         }
         let links = Arc::clone(self);
         tokio::spawn(async move {
@@ -317,6 +327,10 @@ impl Links {
         // S6: what an earlier life of the peer says is about grants that are gone.
         if let Some(want) = latest.filter(|want| got < *want) {
             return Err(LinkError::Stale { got, want });
+        }
+        let dialing = lock(&self.dialing).get(&node).copied().flatten();
+        if let Some(after) = dialing.filter(|after| side == Side::Dialled && got <= *after) {
+            return Err(LinkError::NotRestarted { got, after });
         }
         seen.insert(node, got);
         self.registry.close_where(Closing::Superseded, |other| {
@@ -485,6 +499,11 @@ enum LinkError {
     Late(Duration),
     #[error("the node is not on the allow-list")]
     NotListed,
+    #[error("the node is in incarnation {got}; there is a link to {after} of it already")]
+    NotRestarted {
+        got: Incarnation,
+        after: Incarnation,
+    },
     #[error("incarnation {got} of the node is older than {want}, which was here before")]
     Stale { got: Incarnation, want: Incarnation },
     #[error("{0}")]
@@ -502,9 +521,11 @@ impl LinkError {
             Self::Late(_) => Code::Late,
             Self::NotListed => Code::NotListed,
             Self::Stale { .. } => Code::Stale,
-            Self::Connect(_) | Self::Connection(_) | Self::Tls(_) | Self::Unreachable(_) => {
-                Code::Goodbye
-            }
+            Self::Connect(_)
+            | Self::Connection(_)
+            | Self::NotRestarted { .. }
+            | Self::Tls(_)
+            | Self::Unreachable(_) => Code::Goodbye,
         }
     }
 
@@ -517,6 +538,7 @@ impl LinkError {
             Self::Hello(_) => "malformed",
             Self::Late(_) => "late",
             Self::NotListed => "not_listed",
+            Self::NotRestarted { .. } => "not_restarted",
             Self::Stale { .. } => "stale_incarnation",
             Self::Unreachable(_) => "unreachable",
         }

@@ -179,11 +179,11 @@ async fn two_nodes_link_talk_and_part() {
     let (left_id, right_id) = (left.node, right.node);
     let mut right = Node::new(right, 1, &[(left_id, nowhere())]);
     let mut left = Node::new(left, 1, &[(right_id, right.address())]);
-    lock(&left.links.dialing).insert(right_id);
-    left.links.connect(right_id);
+    lock(&left.links.dialing).insert(right_id, None);
+    left.links.connect(right_id, None);
     left.counts("fabric_link_dials_started_total 0");
     lock(&left.links.dialing).remove(&right_id);
-    left.links.connect(right_id);
+    left.links.connect(right_id, None);
     let (there, back) = (left.is_up(right_id).await, right.is_up(left_id).await);
     left.is_quiet();
 
@@ -227,7 +227,7 @@ async fn an_unknown_node_is_refused_by_both_sides() {
     let (known_id, unknown_id, impostor_id) = (known.node, unknown.node, impostor.node);
     let mut known = Node::new(known, 1, &[]);
     let mut unknown = Node::new(unknown, 1, &[(known_id, known.address())]);
-    unknown.links.connect(known_id);
+    unknown.links.connect(known_id, None);
     let failed = unknown.next().await;
     assert!(
         matches!(failed, Input::ConnectFailed { node } if node == known_id),
@@ -238,7 +238,7 @@ async fn an_unknown_node_is_refused_by_both_sides() {
     let mut impostor = Node::new(impostor, 1, &[(unknown_id, nowhere())]);
     let ([other], _dir) = identities();
     let mut other = Node::new(other, 1, &[(known_id, impostor.address())]);
-    other.links.connect(known_id);
+    other.links.connect(known_id, None);
     let failed = other.next().await;
     assert!(
         matches!(failed, Input::ConnectFailed { node } if node == known_id),
@@ -246,7 +246,7 @@ async fn an_unknown_node_is_refused_by_both_sides() {
     );
 
     // It is not on our list, so nobody is asked.
-    other.links.connect(impostor_id);
+    other.links.connect(impostor_id, None);
     let failed = other.next().await;
     assert!(
         matches!(failed, Input::ConnectFailed { node } if node == impostor_id),
@@ -265,7 +265,7 @@ async fn a_node_that_does_not_answer_cannot_be_connected_to() {
     let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
     let right_id = right.node;
     let mut left = Node::new(left, 1, &[(right_id, silent.local_addr().unwrap())]);
-    left.links.connect(right_id);
+    left.links.connect(right_id, None);
     let failed = left.next().await;
     assert!(
         matches!(failed, Input::ConnectFailed { node } if node == right_id),
@@ -307,6 +307,23 @@ async fn a_bad_hello_is_refused_with_the_reason() {
     node.is_quiet();
     node.counts("fabric_links_refused_total{reason=\"version\"} 1");
     node.counts("fabric_links_refused_total{reason=\"late\"} 2");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_looks_for_a_later_life_gets_no_second_link_to_the_same() {
+    let ([left, right], _dir) = identities();
+    let (left_id, right_id) = (left.node, right.node);
+    let mut right = Node::new(right, 4, &[(left_id, nowhere())]);
+    let mut left = Node::new(left, 1, &[(right_id, right.address())]);
+    let life = |value| Some(Incarnation::new(value).unwrap());
+    left.links.connect(right_id, life(4));
+    let failed = left.next().await;
+    assert!(matches!(failed, Input::ConnectFailed { node } if node == right_id));
+    left.counts("fabric_link_dials_failed_total{reason=\"not_restarted\"} 1");
+    let link = right.is_up(left_id).await;
+    right.is_down(link).await;
+    left.links.connect(right_id, life(3));
+    left.is_up(right_id).await;
 }
 
 // S6: an earlier life of a node gets no link once a later one was here.

@@ -11,9 +11,9 @@
 //!
 //! Two rules hold all of it up, and each has one place:
 //!
-//! 1. [`grants`]: every byte that a plane puts into a pool is put there under the lock of an open
+//! 1. `grants`: every byte that a plane puts into a pool is put there under the lock of an open
 //!    grant. A grant is closed under that lock, and only then is there a [`GrantStopped`].
-//! 2. [`source`]: whatever reads a pool to send from it does so through one value that is never
+//! 2. `source`: whatever reads a pool to send from it does so through one value that is never
 //!    copied. When that value is gone, and only then, there is a [`SourceStopped`].
 //!
 //! Both proofs are made when a value is dropped at the latest, so a task that fails, panics or is

@@ -12,7 +12,7 @@ use super::pools::{Pool, Pools};
 
 /// The proof that a source's plane reads the pages of one attempt no more.
 ///
-/// It has no constructor, and its fields are private to this file: only the end of a [`Reading`]
+/// It has no constructor, and its fields are private to this file: only the end of a `Reading`
 /// makes one.
 #[derive(Debug)]
 #[must_use = "the slots stay pinned until the machine has it"]

@@ -348,6 +348,8 @@ pub enum Output {
     Connect {
         /// Which.
         node: NodeId,
+        /// Only a later life of it than this one will do.
+        after: Option<Incarnation>,
     },
     /// Tell a plane.
     Plane {

@@ -477,7 +477,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn free_runs_are_a_set(operations in prop::collection::vec((0_u32..32, any::<bool>()), 200)) {
+        fn free_runs_are_a_set(
+            operations in prop::collection::vec((0_u32..32, any::<bool>()), 200)
+        ) {
             let mut runs = FreeRuns::all(32);
             let mut model: std::collections::BTreeSet<u32> = (0..32).collect();
             for (index, take) in operations {

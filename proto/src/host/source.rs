@@ -26,7 +26,8 @@ use super::pages::{Identity, PageTable, manifest_digest};
 use super::timers::{Timer, millis};
 use super::{Life, State};
 use crate::ids::{
-    EngineId, GrantId, LeaseId, LinkId, NodeId, PoolId, RequestSeq, Secret, SlotRef, TransferId,
+    EngineId, GrantId, Incarnation, LeaseId, LinkId, NodeId, PoolId, RequestSeq, Secret, SlotRef,
+    TransferId,
 };
 use crate::limits;
 use crate::outcome::{Abort, Failure, Outcome, Rejection};
@@ -100,7 +101,7 @@ impl State {
             Err(reason) => return self.reject(engine, seq, reason),
         };
         let lease = &self.leases[&id];
-        let (pool_id, node) = (lease.pool, offer.node);
+        let (pool_id, node, offer_life) = (lease.pool, offer.node, offer.incarnation);
         let pool = self
             .pools
             .get_mut(&pool_id)
@@ -144,8 +145,12 @@ impl State {
             },
         );
         match self.newest_link(node) {
+            Some(link) if self.may_have_restarted(link, offer_life) => {
+                let after = Some(self.links[&link].incarnation);
+                self.output(Output::Connect { node, after });
+            }
             Some(link) => self.ask(transfer, link),
-            None => self.output(Output::Connect { node }),
+            None => self.output(Output::Connect { node, after: None }),
         }
     }
 
@@ -201,6 +206,13 @@ impl State {
             .map(|(id, _)| *id)
     }
 
+    /// Whether an offer may be of a later life of a link's node, which has not noticed its end yet.
+    /// The offer alone proves nothing: only its daemon can check its signature.
+    fn may_have_restarted(&self, link: LinkId, offer_life: Incarnation) -> bool {
+        let link = &self.links[&link];
+        link.node != self.config.node && link.incarnation < offer_life
+    }
+
     /// A link came up: transfers that waited for its node go on.
     pub(super) fn connected(&mut self, link: LinkId, node: NodeId) {
         for transfer in self.connecting_to(node) {
@@ -208,9 +220,17 @@ impl State {
         }
     }
 
+    /// Where there is a link all the same, no later life of the node was found: `ask` says so.
     pub(super) fn connect_failed(&mut self, node: NodeId) {
+        let link = self.newest_link(node);
         for transfer in self.connecting_to(node) {
-            self.end_send(transfer, Outcome::Rejected(Rejection::PeerUnreachable));
+            match link {
+                Some(link) => self.ask(transfer, link),
+                None => {
+                    let reason = Rejection::PeerUnreachable;
+                    self.end_send(transfer, Outcome::Rejected(reason));
+                }
+            }
         }
     }
 

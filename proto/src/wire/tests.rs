@@ -312,7 +312,8 @@ proptest! {
         byte in any::<u8>(),
         cut in any::<prop::sample::Index>(),
     ) {
-        for bytes in [to_daemon()[which].encode(), to_engine()[which].encode(), peer()[which].encode()] {
+        let (daemon, engine) = (to_daemon()[which].encode(), to_engine()[which].encode());
+        for bytes in [daemon, engine, peer()[which].encode()] {
             let mut bytes = bytes.to_vec();
             let at = at.index(bytes.len());
             bytes[at] = byte;

@@ -466,6 +466,52 @@ fn an_offer_of_another_life_key_or_node_opens_nothing() {
     assert_eq!(world.nodes[D].host.usage().granted, 0);
 }
 
+/// The source asks again where the node is: its link may be to a daemon that is dead, and the offer
+/// from the one that came after it.
+#[test]
+fn an_offer_of_a_later_life_waits_for_a_link_to_that_life() {
+    for restarted in [false, true] {
+        let mut world = World::new();
+        let (_, _, offer) = world.lease(D, "a", 4, Purpose::Receive);
+        let (from, _, _) = world.lease(P, "a", 4, Purpose::Hold);
+        let incarnation = crate::ids::Incarnation::new(8).unwrap();
+        let offer = Offer {
+            incarnation,
+            ..Offer::peek(&offer.unwrap()).unwrap()
+        };
+        world.connect();
+        let send = ToDaemon::Send {
+            seq: RequestSeq(2),
+            lease: from,
+            offer: offer.sign(&config(D).secret),
+        };
+        world.engine(P, send);
+        assert_eq!(world.rejections(P), [], "not before the node was asked");
+        let asks = |world: &World| {
+            let mut queue = world.queue.iter();
+            queue.any(|(_, event)| matches!(event, Event::Peer(PeerMessage::Open { .. })))
+        };
+        assert!(!asks(&world));
+        if restarted {
+            let up = Input::LinkUp {
+                link: LinkId(77),
+                node: offer.node,
+                incarnation,
+                planes: vec![PlaneKind::Quic],
+            };
+            world.input(P, up);
+            assert!(asks(&world), "the later life is asked for its grant");
+        } else {
+            world.settle();
+            let reason = Rejection::OfferStale {
+                incarnation: 8,
+                incarnation_now: 7,
+            };
+            assert_eq!(world.sent(), [Outcome::Rejected(reason)]);
+        }
+    }
+}
+
 #[test]
 fn nobody_writes_for_another_tenant() {
     let mut world = World::new();

@@ -215,7 +215,8 @@ impl World {
                 node.closed.push(reason);
                 self.cut();
             }
-            Output::Connect { .. } if self.reachable => {
+            // The nodes of this world live once.
+            Output::Connect { after: None, .. } if self.reachable => {
                 self.queue.push_back((index, Event::LinkUp));
             }
             Output::Connect { .. } => self.queue.push_back((index, Event::ConnectFailed)),

@@ -1,0 +1,142 @@
+//! Checksums of many pages: here, or on threads of their own where they are many bytes.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use fabric_proto::pool::PageRun;
+use tokio::sync::{Semaphore, mpsc};
+
+use crate::lease::Lease;
+
+/// Fewer bytes are checksummed where they are asked for: a hand-over would take longer.
+const INLINE_BYTES_MAX: u64 = 1 << 20;
+/// Bytes that a thread checksums before it takes its next share.
+const SHARE_BYTES: u64 = 4 << 20;
+
+/// Reads a lease's pages. It keeps the lease: no slot is given to somebody else while it is read.
+///
+/// Whoever makes one sees to it that nobody writes these pages: they wait for their verification,
+/// and no owner has them yet, or they are sealed.
+#[derive(Clone)]
+pub(crate) struct PageReader {
+    pub(crate) lease: Arc<Lease>,
+    /// Turns true when nobody wants the checksums any more.
+    pub(crate) stop: Arc<AtomicBool>,
+    /// Tells, by its end, that nobody reads any more.
+    #[expect(dead_code, reason = "it is dropped, and that is what it says")]
+    pub(crate) reading: Option<mpsc::Sender<Infallible>>,
+}
+
+/// Stops the threads when the future that waits for them is dropped.
+struct StopOnDrop(Arc<AtomicBool>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        // Relaxed: it carries nothing but itself, and late is early enough.
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The CRC-32C of every page of `runs` (positions of the lease), in order. `None` where it was
+/// stopped.
+///
+/// Cancelling it stops the threads at their next page; they keep the lease until then.
+pub(crate) async fn checksums(
+    workers: &Arc<Semaphore>,
+    reader: PageReader,
+    runs: &[PageRun],
+) -> Option<Vec<u32>> {
+    let page_bytes = u64::from(reader.lease.pool.spec.layout.page_bytes);
+    let pages: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
+    if pages * page_bytes <= INLINE_BYTES_MAX {
+        return reader.checksums(runs);
+    }
+    let stop = StopOnDrop(Arc::clone(&reader.stop));
+    let mut shares = Vec::new();
+    for share in share(runs, (SHARE_BYTES / page_bytes).max(1)) {
+        // In turn with every other delivery of the session, so that none waits for the whole of a
+        // long one, and never more threads than processors.
+        let worker = Arc::clone(workers).acquire_owned().await.ok()?;
+        let reader = reader.clone();
+        shares.push(tokio::task::spawn_blocking(move || {
+            let crcs = reader.checksums(&share);
+            drop(worker);
+            crcs
+        }));
+    }
+    drop(reader);
+    let mut crcs = Vec::with_capacity(usize::try_from(pages).ok()?);
+    for share in shares {
+        match share.await {
+            Ok(done) => crcs.extend(done?),
+            // The runtime is stopping.
+            Err(error) if error.is_cancelled() => return None,
+            Err(error) => std::panic::resume_unwind(error.into_panic()),
+        }
+    }
+    // Done: what remains of this future's life must not look like a cancellation.
+    let wanted = !stop.0.load(Ordering::Relaxed);
+    wanted.then_some(crcs)
+}
+
+impl PageReader {
+    /// Checksums pages on this thread. `None` where it was stopped.
+    pub(crate) fn checksums(&self, runs: &[PageRun]) -> Option<Vec<u32>> {
+        let mut crcs = Vec::new();
+        for run in runs {
+            for position in run.first..run.first + run.count {
+                if self.stop.load(Ordering::Relaxed) {
+                    return None;
+                }
+                let page = crate::pages::page(&self.lease, run.region, position);
+                crcs.push(fabric_ipc::crc32c(page));
+            }
+        }
+        Some(crcs)
+    }
+}
+
+/// Splits runs into shares of at most `pages` pages each.
+fn share(runs: &[PageRun], pages: u64) -> Vec<Vec<PageRun>> {
+    let mut shares = vec![Vec::new()];
+    let mut room = pages;
+    for run in runs {
+        let mut rest = *run;
+        while rest.count > 0 {
+            if room == 0 {
+                shares.push(Vec::new());
+                room = pages;
+            }
+            let count = rest.count.min(u32::try_from(room).unwrap_or(u32::MAX));
+            let last = shares.last_mut().expect("there is at least one");
+            last.push(PageRun { count, ..rest });
+            rest.first += count;
+            rest.count -= count;
+            room -= u64::from(count);
+        }
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_cover_every_page_once() {
+        let run = |region, first, count| PageRun {
+            region,
+            first,
+            count,
+        };
+        let runs = [run(0, 0, 5), run(1, 2, 1), run(2, 0, 4)];
+        let shares = share(&runs, 4);
+        let expected = [
+            vec![run(0, 0, 4)],
+            vec![run(0, 4, 1), run(1, 2, 1), run(2, 0, 2)],
+            vec![run(2, 2, 2)],
+        ];
+        assert_eq!(shares, expected);
+    }
+}

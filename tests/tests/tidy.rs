@@ -1,0 +1,153 @@
+//! House rules that clippy cannot check.
+
+#![forbid(unsafe_code)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const PARTS: [&str; 6] = [
+    ".ci",
+    "engine",
+    "fabric-client",
+    "fabric-daemon",
+    "proto",
+    "tests",
+];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The files of a folder and of those within, but for build folders.
+fn files(folder: &Path, found: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            if !path.ends_with("target") {
+                files(&path, found);
+            }
+        } else {
+            found.push(path);
+        }
+    }
+}
+
+/// All Rust files of some parts, with their text.
+fn sources(parts: &[&str]) -> Vec<(PathBuf, String)> {
+    let mut found = Vec::new();
+    for part in parts {
+        files(&root().join(part), &mut found);
+    }
+    found.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    found.sort();
+    let read = |path: PathBuf| fs::read_to_string(&path).ok().map(|text| (path, text));
+    found.into_iter().filter_map(read).collect()
+}
+
+/// Where a line is found that should not be there.
+fn offenders(parts: &[&str], bad: impl Fn(&str) -> bool) -> Vec<String> {
+    let mut found = Vec::new();
+    for (path, text) in sources(parts) {
+        let lines = (1..).zip(text.lines());
+        let bad = lines.filter(|(_, line)| bad(line));
+        found.extend(bad.map(|(number, line)| format!("{}:{number}: {line}", path.display())));
+    }
+    found
+}
+
+#[test]
+fn there_are_sources_to_check() {
+    assert!(sources(&PARTS).len() > 50, "the folders were found");
+}
+
+#[test]
+fn lines_have_at_most_100_columns() {
+    let found = offenders(&PARTS, |line| line.chars().count() > 100);
+    assert!(found.is_empty(), "too long:\n{}", found.join("\n"));
+}
+
+#[test]
+fn nothing_is_left_for_later() {
+    // In two halves, so that this file is not an offender.
+    let words = [
+        concat!("TO", "DO"),
+        concat!("FIX", "ME"),
+        concat!("XX", "X"),
+    ];
+    let found = offenders(&PARTS, |line| words.iter().any(|word| line.contains(word)));
+    assert!(found.is_empty(), "left for later:\n{}", found.join("\n"));
+}
+
+#[test]
+fn no_test_is_ignored_without_a_reason() {
+    let found = offenders(&PARTS, |line| line.trim() == concat!("#[", "ignore]"));
+    assert!(found.is_empty(), "without a reason:\n{}", found.join("\n"));
+}
+
+#[test]
+fn no_source_names_a_registry() {
+    let hosts = [
+        concat!("crates", ".io"),
+        concat!("index.", "crates"),
+        concat!("pypi", ".org"),
+    ];
+    let found = offenders(&PARTS, |line| hosts.iter().any(|host| line.contains(host)));
+    assert!(found.is_empty(), "a registry's host:\n{}", found.join("\n"));
+}
+
+#[test]
+fn every_invariant_is_tagged_where_it_is_enforced_and_named_by_a_test() {
+    let code = sources(&["proto", "fabric-daemon", "fabric-client", "engine"]);
+    let all = sources(&PARTS);
+    let names = |text: &str, tag: &str| {
+        let words = text.split(|letter: char| !letter.is_ascii_alphanumeric());
+        words.into_iter().any(|word| word == tag)
+    };
+    for number in 1..=10 {
+        let tag = format!("S{number}");
+        let enforced = |text: &str| {
+            let comments = text
+                .lines()
+                .filter_map(|line| line.trim().strip_prefix("//"));
+            comments.into_iter().any(|comment| names(comment, &tag))
+        };
+        assert!(
+            code.iter().any(|(_, text)| enforced(text)),
+            "{tag}: no line enforces it"
+        );
+        let tests = all.iter().filter(|(path, text)| {
+            let path = path.to_string_lossy();
+            path.contains("/tests") || path.contains("testing") || text.contains("mod tests {")
+        });
+        let mut tests = tests.filter(|(path, _)| !path.ends_with("tidy.rs"));
+        assert!(
+            tests.any(|(_, text)| names(text, &tag)),
+            "{tag}: no test names it"
+        );
+    }
+}
+
+#[test]
+fn every_crate_root_forbids_or_denies_unsafe_code() {
+    let is_root = |path: &Path| {
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or("");
+        let parent = path.parent().and_then(|parent| parent.file_name());
+        let parent = parent.and_then(|name| name.to_str()).unwrap_or("");
+        (parent == "src" && ["lib.rs", "main.rs"].contains(&name)) || parent == "bin"
+    };
+    let missing: Vec<_> = sources(&PARTS)
+        .into_iter()
+        .filter(|(path, _)| is_root(path))
+        .filter(|(_, text)| {
+            !text.contains("#![forbid(unsafe_code)]") && !text.contains("#![deny(unsafe_code)]")
+        })
+        .map(|(path, _)| path)
+        .collect();
+    assert!(missing.is_empty(), "unsafe code is allowed in {missing:?}");
+}
