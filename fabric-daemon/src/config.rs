@@ -659,7 +659,7 @@ const FLIP: Number = Number {
     least: 0,
     most: 1 << 32,
     unit: "pages",
-    about: "Flip a bit in this many pages, as this daemon moves them (over shm, the destination's).",
+    about: "Flip a bit in this many pages, as they are moved (over shm, by the destination).",
 };
 
 const STALL: Number = Number {

@@ -1,6 +1,6 @@
 //! Clusters of real processes on loopback.
 //!
-//! A cluster is a temporary folder with a folder for each node; each process logs to a file there.
+//! A cluster is a temporary folder with a folder for each node; processes log to files there.
 //! What a cluster started it kills when it is dropped; where that happens in a failing test, the
 //! ends of all logs are printed first.
 

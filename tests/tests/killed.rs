@@ -1,5 +1,5 @@
-//! Whoever is killed, at whatever moment of a transfer: the survivors hear a true outcome within 5 s
-//! and no slot leaks (vllm 46289, 49238, 55471; sglang 29978).
+//! Whoever is killed, at whatever moment of a transfer: the survivors hear a true outcome within
+//! 5 s, and no slot leaks (vllm 46289, 49238, 55471; sglang 29978).
 
 #![forbid(unsafe_code)]
 
