@@ -61,7 +61,7 @@ pub(crate) struct Transfer {
 /// What the session knows of a transfer.
 pub(crate) struct SendState {
     outcome: watch::Sender<Option<Outcome>>,
-    finished: AtomicBool,
+    committing: AtomicBool,
 }
 
 /// Why a page was not sealed.
@@ -278,7 +278,10 @@ impl Sending {
         };
         let message = vec![message.encode()];
         // Before the daemon can say that it delivered.
-        self.transfer.state.finished.store(true, Ordering::Relaxed);
+        self.transfer
+            .state
+            .committing
+            .store(true, Ordering::Relaxed);
         // A session that is over has told the outcome.
         let _ = self.transfer.lease.pool.session.send(message).await;
         self.ended().await
@@ -446,7 +449,7 @@ impl SendState {
     pub(crate) fn new() -> Self {
         Self {
             outcome: watch::channel(None).0,
-            finished: AtomicBool::new(false),
+            committing: AtomicBool::new(false),
         }
     }
 
@@ -454,7 +457,7 @@ impl SendState {
     pub(crate) fn ended(&self, id: TransferId, outcome: Outcome) -> Result<(), Misbehaviour> {
         // Relaxed: it was set before the message was queued that the daemon answers.
         // S3: no transfer is delivered that this engine has not finished.
-        if outcome == Outcome::Delivered && !self.finished.load(Ordering::Relaxed) {
+        if outcome == Outcome::Delivered && !self.committing.load(Ordering::Relaxed) {
             self.end(Outcome::Failed(Failure::DaemonGone));
             return Err(Misbehaviour::Unfinished(id));
         }

@@ -81,6 +81,18 @@ fn nothing_is_left_for_later() {
     assert!(found.is_empty(), "left for later:\n{}", found.join("\n"));
 }
 
+/// A request that was turned away is "finished" as well: a flag of that name leaked two prompts.
+#[test]
+fn nothing_asks_whether_it_is_finished() {
+    let code = ["engine", "fabric-client", "fabric-daemon", "proto"];
+    let flags = [
+        concat!("finished", ": bool"),
+        concat!("finished", ": AtomicBool"),
+    ];
+    let found = offenders(&code, |line| flags.iter().any(|flag| line.contains(flag)));
+    assert!(found.is_empty(), "say which outcome:\n{}", found.join("\n"));
+}
+
 #[test]
 fn no_test_is_ignored_without_a_reason() {
     let found = offenders(&PARTS, |line| line.trim() == concat!("#[", "ignore]"));

@@ -62,7 +62,7 @@ pub(super) struct Send {
     queue: VecDeque<PageRun>,
     outstanding_bytes: u64,
     /// The payload, once the engine has finished.
-    finished: Option<Bytes>,
+    payload: Option<Bytes>,
     writer: Writer,
     phase: Phase,
 }
@@ -127,7 +127,7 @@ impl State {
             grant: None,
             queue: VecDeque::new(),
             outstanding_bytes: 0,
-            finished: None,
+            payload: None,
             writer: Writer::Idle,
             phase: Phase::Connecting,
         };
@@ -417,7 +417,7 @@ impl State {
         if matches!(send.phase, Phase::Ending(_)) {
             return Ok(()); // The engine has not heard yet.
         }
-        if send.finished.is_some() {
+        if send.payload.is_some() {
             return Err(Misbehaviour::OutOfPlace);
         }
         let recorded = send.pages.record(checksums);
@@ -444,7 +444,7 @@ impl State {
         if matches!(send.phase, Phase::Ending(_)) {
             return Ok(());
         }
-        if send.finished.is_some() {
+        if send.payload.is_some() {
             return Err(Misbehaviour::OutOfPlace);
         }
         if !send.pages.is_complete() {
@@ -452,7 +452,7 @@ impl State {
             let (got, want) = (send.pages.known_count(), send.pages.count());
             return Err(Misbehaviour::Limit { got, want });
         }
-        send.finished = Some(payload);
+        send.payload = Some(payload);
         self.pump(transfer);
         Ok(())
     }
@@ -485,7 +485,7 @@ impl State {
                 send.queue.pop_front();
             }
         }
-        let all_posted = send.queue.is_empty() && send.finished.is_some();
+        let all_posted = send.queue.is_empty() && send.payload.is_some();
         for run in posted {
             self.plane(plane, PlaneCommand::Write { transfer, run });
         }
@@ -500,7 +500,7 @@ impl State {
             .get_mut(&transfer)
             .expect("the caller has the transfer");
         let granted = send.grant.as_ref().expect("a commit is made under a grant");
-        let payload = send.finished.clone().expect("the engine has finished");
+        let payload = send.payload.clone().expect("the engine has finished");
         let identity = Identity {
             grant: granted.grant,
             tenant: &send.offer.tenant,

@@ -288,10 +288,10 @@ fn a_lost_link_fails_both_sides_at_every_step_and_leaks_nothing() {
         let begun = world.begin(10);
         world.seal_all(&begun);
         world.finish(&begun);
-        let mut finished = false;
+        let mut arrived = false;
         for _ in 0..steps {
             let Some((index, event)) = world.queue.pop_front() else {
-                finished = true;
+                arrived = true;
                 break;
             };
             world.deliver(index, event);
@@ -308,7 +308,7 @@ fn a_lost_link_fails_both_sides_at_every_step_and_leaks_nothing() {
         let sent = world.sent();
         assert_eq!(sent.len(), 1, "one outcome after {steps} steps");
         assert_ne!(sent[0], Outcome::Delivered);
-        if finished {
+        if arrived {
             // The pages had arrived: the destination is the authority, and goes on.
             assert_eq!(sent, [Outcome::Failed(Failure::VerdictUnknown)]);
             world.verify(&begun, 1, vec![]);
@@ -320,11 +320,11 @@ fn a_lost_link_fails_both_sides_at_every_step_and_leaks_nothing() {
         world.end(P, begun.from, AbortPolicy::DrainNow);
         world.end(D, begun.to, AbortPolicy::DrainNow);
         world.all_is_free();
-        if finished {
+        if arrived {
             return;
         }
     }
-    panic!("the transfer never finished");
+    panic!("the transfer never arrived");
 }
 
 #[test]
