@@ -1,6 +1,6 @@
 //! What engines do: request by request, as the SDK would.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use bytes::Bytes;
 use fabric_proto::host::Input;
@@ -26,6 +26,8 @@ pub struct Engine {
     pub leases: BTreeMap<LeaseId, Lease>,
     /// The requests of its transfers.
     pub sends: BTreeMap<TransferId, usize>,
+    /// Transfers that began with an offer that had gone astray.
+    pub astray: BTreeSet<TransferId>,
 }
 
 /// A lease that an engine has.
@@ -50,6 +52,8 @@ pub struct Progress {
     pub offer: Option<Bytes>,
     /// How far the transfer is.
     pub transfer: Transfer,
+    /// The decode side's daemon has said so, whether or not its engine has heard.
+    pub delivered: bool,
     /// What the decode side heard.
     pub received: Option<Outcome>,
     /// What the prefill side heard.
@@ -90,6 +94,7 @@ pub enum Transfer {
 const DESTINATION: u64 = 0;
 const SOURCE: u64 = 1;
 const SEND: u64 = 2;
+const ASTRAY: u64 = 3;
 
 impl World {
     /// Both engines ask for their leases.
@@ -129,15 +134,30 @@ impl World {
         self.say(at, ToDaemon::Send { seq, lease, offer });
     }
 
+    /// The router has brought an offer to a request's source that should not have it, or not again.
+    pub(crate) fn misroute(&mut self, offered: usize, index: usize) {
+        let at = self.setup.requests[index].source;
+        let offer = self.requests[offered].offer.clone();
+        let (Part::Leased(lease), Some(offer)) = (self.requests[index].source, offer) else {
+            panic!("there is a lease, and an offer");
+        };
+        let seq = RequestSeq(index as u64 * 4 + ASTRAY);
+        self.say(at, ToDaemon::Send { seq, lease, offer });
+    }
+
     /// The source has computed everything.
     pub(crate) fn seal(&mut self, index: usize) {
-        let request = self.setup.requests[index];
         let progress = &mut self.requests[index];
         let (Transfer::Open(transfer), Part::Leased(lease)) = (progress.transfer, progress.source)
         else {
             panic!("the transfer is open");
         };
         progress.transfer = Transfer::Sealed(transfer);
+        self.seal_all(index, transfer, lease);
+    }
+
+    fn seal_all(&mut self, index: usize, transfer: TransferId, lease: LeaseId) {
+        let request = self.setup.requests[index];
         let slots = self.engine(request.source).leases[&lease].slots.clone();
         for region in 0..self.setup.regions {
             let crcs = slots
@@ -215,10 +235,11 @@ impl World {
                         progress.source = Part::Over;
                         progress.sent = Some(outcome);
                     }
-                    _ => {
+                    SEND => {
                         progress.sent = Some(outcome);
                         self.end(at, index, None);
                     }
+                    _ => {}
                 }
             }
             ToEngine::Leased {
@@ -229,10 +250,25 @@ impl World {
             } => self.got_lease(at, seq, lease, slots, offer),
             ToEngine::SendOpened { seq, transfer, .. } => {
                 let index = usize::try_from(seq.0 / 4).expect("a world is small");
+                if seq.0 % 4 == ASTRAY {
+                    self.engine_mut(at).astray.insert(transfer);
+                    // Its lease may have ended, and with it the transfer.
+                    if let Part::Leased(lease) = self.requests[index].source {
+                        self.seal_all(index, transfer, lease);
+                    }
+                    return;
+                }
                 self.requests[index].transfer = Transfer::Open(transfer);
                 self.engine_mut(at).sends.insert(transfer, index);
             }
             ToEngine::SendOutcome { transfer, outcome } => {
+                if self.engine_mut(at).astray.remove(&transfer) {
+                    if outcome == Outcome::Delivered {
+                        self.oracle
+                            .violated(6, || format!("transfer {transfer} went astray"));
+                    }
+                    return;
+                }
                 let Some(index) = self.engine_mut(at).sends.remove(&transfer) else {
                     return self
                         .oracle
@@ -244,6 +280,10 @@ impl World {
                 {
                     self.oracle
                         .violated(3, || format!("transfer {transfer} was never sealed"));
+                }
+                if outcome == Outcome::Delivered && !self.requests[index].delivered {
+                    self.oracle
+                        .violated(3, || format!("request {index} was never delivered"));
                 }
                 self.requests[index].sent = Some(outcome);
                 self.end(at, index, None);

@@ -33,7 +33,7 @@ pub struct Oracle {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 struct Owner {
     lease: LeaseId,
-    tenant: u8,
+    request: usize,
 }
 
 /// S10's sum, for one daemon's life.
@@ -66,12 +66,12 @@ impl Oracle {
         node: usize,
         pool: PoolId,
         lease: LeaseId,
-        tenant: u8,
+        request: usize,
         slots: &[SlotRef],
     ) {
         for slot in slots {
             let key = (node, pool, slot.index.0);
-            let owner = Owner { lease, tenant };
+            let owner = Owner { lease, request };
             if let Some(before) = self.owners.insert(key, owner) {
                 self.violated(5, || format!("{key:?} is {before:?}'s and now {owner:?}'s"));
             }
@@ -103,16 +103,18 @@ impl Oracle {
     }
 
     /// A write landed in a slot, under a grant that names it with an epoch.
-    pub fn landed(&mut self, node: usize, pool: PoolId, slot: SlotRef, tenant: u8) {
+    pub fn landed(&mut self, node: usize, pool: PoolId, slot: SlotRef, request: usize) {
         let key = (node, pool, slot.index.0);
         let (now, named) = (self.epochs.get(&key).copied(), slot.epoch.as_u64());
         if now != Some(named) {
             self.violated(1, || format!("a write for epoch {named} landed in {now:?}"));
         }
         if let Some(owner) = self.owners.get(&key).copied()
-            && owner.tenant != tenant
+            && owner.request != request
         {
-            self.violated(7, || format!("tenant {tenant} wrote into {owner:?}'s slot"));
+            self.violated(7, || {
+                format!("request {request} wrote into {owner:?}'s slot")
+            });
         }
     }
 

@@ -79,7 +79,7 @@ pub fn setup(random: &mut Random, nodes_max: u64) -> Setup {
         flips: several(random, 6),
         unreachable: several(random, count),
         ticks: several(random, count * 8),
-        lies: 0,
+        misroutes: several(random, 4),
         retries: several(random, count * 4),
     };
     Setup {
@@ -154,6 +154,7 @@ fn choose(random: &mut Random, events: &[Event]) -> Option<Event> {
                 | Event::Unreachable(_)
                 | Event::AbortDestination(..)
                 | Event::AbortSource(_)
+                | Event::Misroute(..)
                 | Event::Tick(_)
         )
     };

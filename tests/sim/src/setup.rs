@@ -56,8 +56,8 @@ pub struct Budget {
     pub unreachable: u32,
     /// A daemon's clock comes to its next deadline.
     pub ticks: u32,
-    /// A peer says something that it should not, or writes after it was done.
-    pub lies: u32,
+    /// The router brings an offer twice, or to another tenant's prefill.
+    pub misroutes: u32,
     /// A request is asked for again after it was turned away or went wrong.
     pub retries: u32,
 }

@@ -1,6 +1,6 @@
 //! Daemons, links, and what is on its way; what may happen next, and what it does.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -129,6 +129,8 @@ pub enum Event {
     AbortDestination(usize, Option<AbortPolicy>),
     /// A request's prefill is stopped.
     AbortSource(usize),
+    /// The router brings the first request's offer to the second's source.
+    Misroute(usize, usize),
     /// A daemon's clock comes to its next deadline.
     Tick(usize),
 }
@@ -316,6 +318,9 @@ impl World {
                 }
             }
         }
+        if budget.misroutes > 0 {
+            self.misroutes(events);
+        }
         if budget.flips > 0 {
             for (index, flight) in self.flights.iter().enumerate() {
                 if matches!(flight.cargo, Cargo::Page(..)) {
@@ -340,6 +345,22 @@ impl World {
             }
             if budget.ticks > 0 && state.host.deadline().is_some() {
                 events.push(Event::Tick(node));
+            }
+        }
+    }
+
+    fn misroutes(&self, events: &mut Vec<Event>) {
+        let requests = self.setup.requests.iter().zip(&self.requests).enumerate();
+        for (index, (request, progress)) in requests {
+            if !matches!(progress.source, Part::Leased(_)) {
+                continue;
+            }
+            for (offered, other) in self.requests.iter().enumerate() {
+                let tenant = self.setup.requests[offered].tenant;
+                let twice = offered == index && progress.transfer != Transfer::Idle;
+                if other.offer.is_some() && (twice || tenant != request.tenant) {
+                    events.push(Event::Misroute(offered, index));
+                }
             }
         }
     }
@@ -397,6 +418,7 @@ impl World {
             | Event::Unreachable(_)
             | Event::AbortDestination(..)
             | Event::AbortSource(_)
+            | Event::Misroute(..)
             | Event::Tick(_) => self.fault(event),
         }
     }
@@ -437,6 +459,10 @@ impl World {
             Event::AbortSource(index) => {
                 budget.aborts -= 1;
                 self.abort_source(index);
+            }
+            Event::Misroute(offered, index) => {
+                budget.misroutes -= 1;
+                self.misroute(offered, index);
             }
             Event::Tick(node) => {
                 budget.ticks = budget.ticks.saturating_sub(1);
@@ -596,8 +622,12 @@ impl World {
         {
             let pool = self.nodes[node].engines[engine].pool;
             let request = usize::try_from(seq.0 / 4).expect("a world is small");
-            let tenant = self.setup.requests[request].tenant;
-            self.oracle.leased(node, pool, *lease, tenant, slots);
+            let (got, want) = (slots.len() as u64, self.setup.requests[request].slots);
+            if got != u64::from(want) {
+                let what = || format!("request {request} is given {got} slots, not {want}");
+                self.oracle.violated(9, what);
+            }
+            self.oracle.leased(node, pool, *lease, request, slots);
             for slot in slots {
                 let plane = &self.nodes[node].plane;
                 if plane.may_be_written(pool, slot.index.0) {
@@ -610,6 +640,12 @@ impl World {
                 }
             }
             self.is_clean(node, pool, slots, request);
+        }
+        if let ToEngine::LeaseOutcome { lease, outcome } = &message
+            && *outcome == Outcome::Delivered
+            && let Some(lease) = self.nodes[node].engines[engine].leases.get(lease)
+        {
+            self.requests[lease.request].delivered = true;
         }
         self.nodes[node].engines[engine].inbox.push_back(message);
     }
@@ -861,8 +897,7 @@ impl World {
         let per_region = memory.len() / usize::from(self.setup.regions);
         memory[usize::from(page.region) * per_region + slot.index.0 as usize] = content;
         if let Content::Page { request, .. } = content {
-            let tenant = self.setup.requests[request].tenant;
-            self.oracle.landed(node, armed.pool, slot, tenant);
+            self.oracle.landed(node, armed.pool, slot, request);
         }
     }
 
@@ -1029,6 +1064,7 @@ impl World {
             inbox: VecDeque::new(),
             leases: BTreeMap::new(),
             sends: BTreeMap::new(),
+            astray: BTreeSet::new(),
         };
         if at.1 == state.engines.len() {
             state.engines.push(engine);
