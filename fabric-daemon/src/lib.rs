@@ -11,6 +11,9 @@
 //! - [`Daemon`], [`run`]: all of it together.
 #![deny(unsafe_code)]
 
+#[cfg(fabric_planted)]
+compile_error!("a daemon is never built with planted bugs: they are for `fabric-sim`");
+
 pub mod config;
 pub mod plane;
 pub mod store;

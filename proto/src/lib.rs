@@ -25,6 +25,11 @@
 
 extern crate alloc;
 
+#[macro_use]
+mod planted;
+#[cfg(fabric_planted)]
+pub use planted::{Bug, plant};
+
 pub mod host;
 pub mod ids;
 pub mod limits;

@@ -163,3 +163,98 @@ fn every_crate_root_forbids_or_denies_unsafe_code() {
         .collect();
     assert!(missing.is_empty(), "unsafe code is allowed in {missing:?}");
 }
+
+/// The sections of the specification's invariants: the number, and each line by its first word.
+fn specification() -> Vec<(u8, Vec<(String, Vec<String>)>)> {
+    let text = fs::read_to_string(root().join("proto/README.md")).expect("the specification");
+    let sections = text.split("\n### S").skip(1);
+    let ticked = |line: &str| -> Vec<String> {
+        let parts = line.split('`').skip(1).step_by(2);
+        parts.map(str::to_owned).collect()
+    };
+    sections
+        .map(|section| {
+            let number = section.split(' ').next().and_then(|word| word.parse().ok());
+            let section = section.split("\n## ").next().unwrap_or_default();
+            let lines = section.lines().filter_map(|line| line.strip_prefix("- "));
+            let lines = lines.filter_map(|line| line.split_once(": "));
+            let lines = lines.map(|(word, rest)| (word.to_owned(), ticked(rest)));
+            (number.expect("a number"), lines.collect())
+        })
+        .collect()
+}
+
+/// Whether some file of a module has an item of this name, and this tag.
+fn has_item(sources: &[(PathBuf, String)], module: &str, item: &str, tag: &str) -> bool {
+    let of_module = |path: &Path| path.file_stem().is_some_and(|stem| stem == module);
+    let kinds = ["fn", "struct", "enum", "trait"];
+    let ends = ["(", "<", " ", ":"];
+    let heads = kinds.map(|kind| ends.map(|end| format!("{kind} {item}{end}")));
+    let heads = heads.as_flattened();
+    let named = |text: &str| heads.iter().any(|head| text.contains(head.as_str()));
+    sources
+        .iter()
+        .any(|(path, text)| of_module(path) && named(text) && text.contains(tag))
+}
+
+#[test]
+fn the_specification_names_what_is_there() {
+    let code = sources(&["proto/src", "tests/sim/src"]);
+    let tests = sources(&["proto"]);
+    let model = fs::read_to_string(root().join("tests/model/src/lib.rs")).expect("the model");
+    let sections = specification();
+    let numbers: Vec<_> = sections.iter().map(|(number, _)| *number).collect();
+    assert_eq!(numbers, (1..=10).collect::<Vec<_>>(), "one section each");
+    for (number, lines) in sections {
+        let words: Vec<_> = lines.iter().map(|(word, _)| word.as_str()).collect();
+        let want = ["enforced", "asserted", "modelled", "planted", "tests"];
+        assert_eq!(words, want, "S{number}");
+        let tag = format!("S{number}");
+        for (word, names) in &lines {
+            assert!(!names.is_empty(), "S{number}, {word}: nothing is named");
+            for name in names {
+                let there = match (word.as_str(), name.split_once("::")) {
+                    // The lines that enforce an invariant carry its tag.
+                    ("enforced", Some((module, item))) => has_item(&code, module, item, &tag),
+                    (_, Some((module, item))) => has_item(&code, module, item, ""),
+                    ("modelled", None) => model.contains(&format!("\"{name}\"")),
+                    ("tests", None) => {
+                        let head = format!("#[test]\nfn {name}()");
+                        let indented = format!("#[test]\n    fn {name}()");
+                        let has = |text: &str| text.contains(&head) || text.contains(&indented);
+                        tests.iter().any(|(_, text)| has(text))
+                    }
+                    ("planted", None) => continue,
+                    _ => false,
+                };
+                assert!(there, "S{number}, {word}: there is no {name}");
+            }
+        }
+    }
+}
+
+/// Each planted bug stands under its invariant, and each invariant has at least two.
+#[test]
+fn the_specification_names_every_planted_bug() {
+    let text = fs::read_to_string(root().join("proto/src/planted.rs")).expect("planted bugs");
+    let mut planted = Vec::new();
+    let mut lines = text.lines().map(str::trim);
+    while let Some(line) = lines.next() {
+        if let Some(doc) = line.strip_prefix("/// S") {
+            let number = doc.split(':').next().and_then(|number| number.parse().ok());
+            let name = lines.next().and_then(|name| name.strip_suffix(','));
+            let entry: (u8, &str) = (number.expect("a number"), name.expect("a name"));
+            planted.push((entry.0, entry.1.to_owned()));
+        }
+    }
+    let mut named = Vec::new();
+    for (number, lines) in specification() {
+        let of = lines.into_iter().find(|(word, _)| word == "planted");
+        let (_, names) = of.expect("each section has them");
+        assert!(names.len() >= 2, "S{number} has {}", names.len());
+        named.extend(names.into_iter().map(|name| (number, name)));
+    }
+    planted.sort();
+    named.sort();
+    assert_eq!(planted, named);
+}

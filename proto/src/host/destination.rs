@@ -162,7 +162,7 @@ impl State {
             claimed.incarnation.as_u64(),
             self.config.incarnation.as_u64(),
         );
-        if claimed.node == self.config.node && got < now {
+        if claimed.node == self.config.node && got < now && !planted!(AcceptAnyLife) {
             // S6: nothing stamped by an earlier life is accepted.
             return Err(Rejection::OfferStale {
                 incarnation: got,
@@ -171,13 +171,16 @@ impl State {
         }
         let key = &self.config.secret;
         // S7: only what this daemon signed says where to write.
-        let verified = Offer::verify(offer, key).ok().flatten();
+        let mut verified = Offer::verify(offer, key).ok().flatten();
+        if planted!(AcceptForgedOffer | AcceptAnyLife) {
+            verified = Some(claimed);
+        }
         let offer = verified.ok_or(Rejection::OfferForged)?;
         if offer.expires < self.now {
             return Err(Rejection::OfferExpired);
         }
         let lease = self.leases.get(&offer.lease).ok_or(Rejection::OfferUsed)?;
-        if lease.state != LeaseState::Offered {
+        if lease.state != LeaseState::Offered && !planted!(OfferTwice) {
             // S6: an offer is good for one grant.
             return Err(Rejection::OfferUsed);
         }
@@ -187,7 +190,7 @@ impl State {
     /// Whether the source has what the lease wants, and may write it.
     fn compatible(&self, link: LinkId, lease: LeaseId, asked: &Asked) -> Result<(), Rejection> {
         let lease = &self.leases[&lease];
-        if asked.tenant != lease.tenant {
+        if asked.tenant != lease.tenant && !planted!(IgnoreTenant) {
             // S7: for its tenant only.
             return Err(Rejection::TenantMismatch);
         }
@@ -437,7 +440,7 @@ impl State {
             return Ok(());
         }
         receive.payload = payload;
-        if drained {
+        if drained || planted!(VerifyBeforeFence) {
             self.begin_verification(key);
         } else {
             receive.phase = Phase::Committed;
@@ -490,10 +493,8 @@ impl State {
             .get_mut(&key)
             .expect("the caller has the transfer");
         // S2: verify follows fence, or a write could land between check and use.
-        assert!(
-            !self.grants.contains_key(&receive.grant),
-            "no write can land any more"
-        );
+        let open = self.grants.contains_key(&receive.grant) && !planted!(VerifyBeforeFence);
+        assert!(!open, "no write can land any more");
         let pages = receive.due_count();
         let Some(lease) = receive.lease else {
             self.observe(Observation::PagesArrived { pages });
@@ -518,6 +519,9 @@ impl State {
         self.timers
             .set(self.now, Timer::Receive(key), self.config.verify_max);
         self.observe(Observation::PagesArrived { pages });
+        if planted!(SkipVerification) {
+            return self.end_receive(key, Outcome::Delivered);
+        }
         self.tell_engine(engine, verify);
     }
 
@@ -543,10 +547,15 @@ impl State {
         if let Some(PageRef { region, position }) = twice.or(foreign) {
             return Err(Misbehaviour::Page { region, position });
         }
-        let bad = corrupt.len() as u64;
+        let found = corrupt.len() as u64;
+        let bad = if planted!(IgnoreCorrupt) { 0 } else { found };
         let good = receive.due_count() - bad;
         // S10: what arrived is either good or corrupt; nothing is skipped.
-        self.observe(Observation::PagesVerified { good, corrupt: bad });
+        let counted = if planted!(CorruptUncounted) { 0 } else { bad };
+        self.observe(Observation::PagesVerified {
+            good,
+            corrupt: counted,
+        });
         if bad == 0 {
             self.end_receive(key, Outcome::Delivered);
         } else {
@@ -638,6 +647,9 @@ impl State {
                 let grant = receive.grant;
                 self.stop_writer(key, StoppedBy::Drain, outcome);
                 self.tell_peer(key.0, PeerMessage::DrainRequest { grant });
+                if planted!(DrainRequestIsADrain) {
+                    self.writes_stopped(grant, StoppedBy::Drain);
+                }
             }
             Phase::Drained => self.end_receive(key, outcome),
             Phase::Closing { .. } | Phase::Verifying { .. } => {}
@@ -655,7 +667,9 @@ impl State {
         match (receive.phase, abort) {
             (Phase::Verifying { .. }, _) => {
                 let pages = receive.due_count();
-                self.observe(Observation::PagesDropped { pages });
+                if !planted!(DropUncounted) {
+                    self.observe(Observation::PagesDropped { pages });
+                }
                 self.end_receive(key, outcome);
             }
             (_, AbortPolicy::FinishTransfer) => {}
@@ -673,7 +687,11 @@ impl State {
                 // The pages are here, and the destination is the authority: go on.
                 *source = Source::Gone;
             } else {
+                let grant = receive.grant;
                 self.stop_writer(key, StoppedBy::Fence, Outcome::Failed(Failure::LinkLost));
+                if planted!(LinkLossIsADrain) && self.grants.contains_key(&grant) {
+                    self.writes_stopped(grant, StoppedBy::Drain);
+                }
             }
         }
     }
@@ -710,14 +728,21 @@ impl State {
             StoppedBy::Fence => {
                 // The plane answers without the peer: there is nothing left to wait for.
                 self.timers.clear(Timer::Receive(key));
-                self.plane(plane, PlaneCommand::Fence { grant });
+                if !planted!(ForgetTheFence) {
+                    self.plane(plane, PlaneCommand::Fence { grant });
+                }
             }
         }
     }
 
     /// A deadline passed. It makes the daemon fence; it never frees anything.
+    // S4: whatever waits comes to an end.
     pub(super) fn receive_expired(&mut self, key: ReceiveKey, waited_ms: u64) {
         let receive = &self.receives[&key];
+        if planted!(WaitWithoutEnd) && receive.phase == Phase::Open {
+            let silence_max = self.config.silence_max;
+            return self.timers.set(self.now, Timer::Receive(key), silence_max);
+        }
         let limit = |duration| millis(duration);
         let (by, failure) = match receive.phase {
             Phase::Arming => (StoppedBy::Fence, Failure::Plane),
@@ -762,7 +787,11 @@ impl State {
                 return self.end_receive(key, Outcome::Failed(failure));
             }
         };
+        let grant = receive.grant;
         self.stop_writer(key, by, Outcome::Failed(failure));
+        if planted!(FreeOnTimeout) && self.grants.contains_key(&grant) {
+            self.writes_stopped(grant, StoppedBy::Fence);
+        }
     }
 
     /// Gives a transfer to here its one outcome.
@@ -772,10 +801,8 @@ impl State {
             .remove(&key)
             .expect("the caller has the transfer");
         // S1: an outcome before the proof would invite somebody to use the slots.
-        assert!(
-            !self.grants.contains_key(&receive.grant),
-            "the writes have stopped"
-        );
+        let open = self.grants.contains_key(&receive.grant) && !planted!(VerifyBeforeFence);
+        assert!(!open, "the writes have stopped");
         self.timers.clear(Timer::Receive(key));
         match receive.lease {
             Some(lease) => {

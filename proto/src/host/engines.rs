@@ -483,7 +483,8 @@ impl State {
     pub(super) fn unmap_if_idle(&mut self, id: PoolId) {
         let pool = self.pools.get(&id).expect("the caller has the pool");
         // S1: memory is unmapped only when no writer is left.
-        if pool.engine.is_none() && pool.slots.is_idle() {
+        let idle = pool.slots.is_idle() || planted!(UnmapUnderGrant);
+        if pool.engine.is_none() && idle {
             self.pools.remove(&id);
             self.output(Output::Unmap { pool: id });
         }
@@ -560,7 +561,7 @@ fn slots_needed(spec: &PoolSpec, tokens: TokenRange) -> Result<u32, Rejection> {
             bound: per_slot,
         });
     }
-    if tokens.end() > spec.context_tokens {
+    if tokens.end() > spec.context_tokens && !planted!(BusyForEver) {
         let context = spec.context_tokens;
         return Err(Rejection::ExceedsContext {
             tokens: tokens.end(),
@@ -568,7 +569,7 @@ fn slots_needed(spec: &PoolSpec, tokens: TokenRange) -> Result<u32, Rejection> {
         });
     }
     let slots_needed = spec.slots_for(tokens.count);
-    if slots_needed > u64::from(spec.slots) {
+    if slots_needed > u64::from(spec.slots) && !planted!(BusyForEver) {
         return Err(Rejection::ExceedsPool {
             slots_needed,
             slots: u64::from(spec.slots),
@@ -592,7 +593,8 @@ fn check_named(pool: &Pool, named: &[SlotIndex], count: u32) -> Result<(), Rejec
     let mut seen = BTreeSet::new();
     for &index in named {
         // S5: naming a slot that is held, or the same one twice, is refused.
-        if !pool.slots.is_free(index) || !seen.insert(index) {
+        let taken = !pool.slots.is_free(index) && !planted!(NameATakenSlot);
+        if taken || !seen.insert(index) {
             let slots = u64::from(pool.spec.slots);
             return Err(Rejection::SlotNotFree {
                 slot: u64::from(index.0),

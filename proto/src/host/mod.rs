@@ -114,7 +114,11 @@ impl<P: Proofs> Host<P> {
             config.outstanding_bytes_max > 0,
             "at least a byte may be outstanding"
         );
-        let epoch_base = Epoch::base(config.incarnation).expect("incarnations fit in 32 bits");
+        let mut epoch_base = Epoch::base(config.incarnation);
+        if planted!(ReuseIncarnation) {
+            epoch_base = Incarnation::new(1).and_then(Epoch::base);
+        }
+        let epoch_base = epoch_base.expect("incarnations fit in 32 bits");
         let state = State {
             config,
             epoch_base,
@@ -380,7 +384,7 @@ impl State {
 
     fn finish_shutdown(&mut self) {
         let idle = self.receives.is_empty() && self.grants.is_empty() && self.sends.is_empty();
-        if self.life == Life::ShuttingDown && idle {
+        if self.life == Life::ShuttingDown && (idle || planted!(ShutdownBeforeDrained)) {
             self.life = Life::Over;
             self.output(Output::ShutdownComplete);
         }

@@ -36,7 +36,9 @@ struct Slot {
 
 impl Slot {
     fn is_free(&self) -> bool {
-        self.lease.is_none() && self.grant.is_none() && self.pins == 0
+        let written = self.grant.is_some() && !planted!(FreeUnderGrant);
+        let read = self.pins > 0 && !planted!(FreeUnderPin);
+        self.lease.is_none() && !written && !read
     }
 }
 
@@ -108,6 +110,9 @@ impl SlotTable {
     /// Chooses `count` free slots, contiguous where it can: fewer runs need fewer memory windows.
     /// `None` where too few are free.
     pub(super) fn choose(&self, count: u32) -> Option<Vec<SlotIndex>> {
+        if planted!(LeaseATakenSlot) {
+            return Some((0..count).map(SlotIndex).collect());
+        }
         self.free.choose(count)
     }
 
@@ -124,15 +129,18 @@ impl SlotTable {
             dirty: Vec::new(),
         };
         for &index in indices {
-            self.free.take(index.0);
+            if !planted!(LeaseATakenSlot) || self.free.contains(index.0) {
+                self.free.take(index.0);
+            }
             let slot = &mut self.slots[index.0 as usize];
             // S5: only a slot without any holder is leased.
-            assert!(slot.is_free(), "slot {index} is free when it is leased");
+            let taken = !slot.is_free() && !planted!(LeaseATakenSlot);
+            assert!(!taken, "slot {index} is free when it is leased");
             // S6: the epoch goes up by one, and 2^32 leases of a slot in one life never happen.
-            slot.epoch = slot
-                .epoch
-                .checked_next()
-                .expect("an epoch does not reach its end");
+            let next = slot.epoch.checked_next();
+            if !planted!(EpochStands) {
+                slot.epoch = next.expect("an epoch does not reach its end");
+            }
             let slot_ref = SlotRef {
                 index,
                 epoch: slot.epoch,
@@ -143,7 +151,8 @@ impl SlotTable {
                 slot.tenant = Some(tenant.clone());
             }
             leased.slots.push(slot_ref);
-            if scrub == ScrubPolicy::Always || (scrub == ScrubPolicy::CrossTenant && foreign) {
+            let stale = scrub == ScrubPolicy::CrossTenant && foreign && !planted!(SkipScrub);
+            if scrub == ScrubPolicy::Always || stale {
                 leased.dirty.push(slot_ref);
             }
         }
@@ -185,6 +194,7 @@ impl SlotTable {
     }
 
     /// Lets a local reader, or a scrub, hold slots.
+    // S2: nobody is given a slot that is being read or scrubbed.
     pub(super) fn pin(&mut self, slots: &[SlotRef]) {
         for slot_ref in slots {
             let slot = self.held(*slot_ref);
@@ -335,7 +345,7 @@ impl FreeRuns {
 
     /// The first run that is long enough, else pieces from the lowest runs up.
     fn choose(&self, count: u32) -> Option<Vec<SlotIndex>> {
-        if u64::from(count) > self.count {
+        if u64::from(count) > self.count && !planted!(LeaseWhatIsLeft) {
             return None;
         }
         if let Some((start, _)) = self.runs.iter().find(|(_, len)| **len >= count) {

@@ -110,7 +110,9 @@ impl State {
         let count = u32::try_from(count).expect("admission bounded it by the lease");
         let slots: Arc<[SlotRef]> = lease.slots[offset as usize..][..count as usize].into();
         // The pages may be read until the plane proves that it is done, whatever the lease does.
-        pool.slots.pin(&slots);
+        if !planted!(ReadWithoutPin) {
+            pool.slots.pin(&slots);
+        }
         let layout = pool.spec.layout;
         let transfer = TransferId(self.next_transfer);
         self.next_transfer += 1;
@@ -178,7 +180,7 @@ impl State {
             return Err(missing);
         }
         let offer = Offer::peek(bytes).map_err(|_| Rejection::OfferForged)?;
-        if offer.tenant != lease.tenant {
+        if offer.tenant != lease.tenant && !planted!(IgnoreTenant) {
             // S7: nobody's pages are sent for somebody else.
             return Err(Rejection::TenantMismatch);
         }
@@ -253,7 +255,7 @@ impl State {
         assert_eq!(send.phase, Phase::Connecting, "a grant is asked for once");
         let (incarnation, incarnation_now) =
             (send.offer.incarnation.as_u64(), link.incarnation.as_u64());
-        if incarnation != incarnation_now {
+        if incarnation != incarnation_now && !planted!(AcceptAnyLife) {
             // S6: the daemon that made the offer is gone, whichever of the two is older.
             let reason = Rejection::OfferStale {
                 incarnation,
@@ -331,7 +333,14 @@ impl State {
                 return Err(Misbehaviour::Page { region, position });
             }
         }
+        // A destination counts its grants: the same one twice would mix what was written under it.
+        let later = send
+            .grant
+            .as_ref()
+            .is_none_or(|last| last.grant < granted.grant);
         match (&send.phase, &send.writer) {
+            (Phase::Ending(_), _) => self.observe(Observation::StaleMessage),
+            _ if !later => return Err(Misbehaviour::OutOfPlace),
             (Phase::Opening, Writer::Idle) if again.is_empty() => self.stream(transfer, granted),
             (Phase::Committed, Writer::Idle) if !again.is_empty() => {
                 self.stream_again(transfer, granted, again);
@@ -339,7 +348,6 @@ impl State {
             (Phase::Committed, Writer::Open) if !again.is_empty() => {
                 send.writer = Writer::OpenThenAgain(granted, again);
             }
-            (Phase::Ending(_), _) => self.observe(Observation::StaleMessage),
             _ => return Err(Misbehaviour::OutOfPlace),
         }
         Ok(())
@@ -470,7 +478,11 @@ impl State {
         let page_bytes = u64::from(send.layout.page_bytes);
         let mut posted = Vec::new();
         while let Some(run) = send.queue.front_mut() {
-            let room = (granted.outstanding_bytes_max - send.outstanding_bytes) / page_bytes;
+            let room = if planted!(IgnoreOutstanding) {
+                u64::from(run.count)
+            } else {
+                (granted.outstanding_bytes_max - send.outstanding_bytes) / page_bytes
+            };
             let count = run.count.min(u32::try_from(room).unwrap_or(u32::MAX));
             if count == 0 {
                 break;
@@ -478,7 +490,8 @@ impl State {
             posted.push(PageRun { count, ..*run });
             send.outstanding_bytes += u64::from(count) * page_bytes;
             // S8: never more outstanding than the grant allows.
-            assert!(send.outstanding_bytes <= granted.outstanding_bytes_max);
+            let most = granted.outstanding_bytes_max;
+            assert!(send.outstanding_bytes <= most || planted!(IgnoreOutstanding));
             run.first += count;
             run.count -= count;
             if run.count == 0 {
@@ -533,7 +546,10 @@ impl State {
         if send.grant.as_ref().map(|granted| granted.grant) != Some(grant) {
             return;
         }
-        let left = send.outstanding_bytes.checked_sub(bytes);
+        let mut left = send.outstanding_bytes.checked_sub(bytes);
+        if planted!(WrittenFreesAll) {
+            left = Some(0);
+        }
         send.outstanding_bytes = left.expect("a plane completes what was posted, once");
         self.pump(transfer);
     }
@@ -614,7 +630,8 @@ impl State {
         if matches!(send.phase, Phase::Ending(_)) {
             return; // What was settled first stands.
         }
-        if send.writer == Writer::Idle {
+        // S2: what a writer may still read keeps its pin, or it would send the next owner's bytes.
+        if send.writer == Writer::Idle || planted!(UnpinBeforeReadsStop) {
             return self.end_send(transfer, outcome);
         }
         let (_, plane) = send.route.expect("a writer has a plane");
@@ -640,6 +657,10 @@ impl State {
             }
             // S3: nothing can have been delivered before it was committed.
             return Err(Misbehaviour::OutOfPlace);
+        }
+        if planted!(RejectedIsDelivered) && matches!(outcome, Outcome::Rejected(_)) {
+            self.stop_reads(transfer, Outcome::Delivered);
+            return Ok(());
         }
         self.stop_reads(transfer, outcome);
         Ok(())
@@ -674,7 +695,12 @@ impl State {
             .filter(|(_, send)| on_link(send))
             .map(|(id, _)| *id);
         for transfer in lost.collect::<Vec<_>>() {
-            let failure = match self.sends[&transfer].phase {
+            let phase = &self.sends[&transfer].phase;
+            if planted!(LinkLossIsDelivered) && *phase == Phase::Committed {
+                self.stop_reads(transfer, Outcome::Delivered);
+                continue;
+            }
+            let failure = match phase {
                 Phase::Committed => Failure::VerdictUnknown,
                 Phase::Connecting | Phase::Opening | Phase::Streaming | Phase::Ending(_) => {
                     Failure::LinkLost
@@ -684,8 +710,12 @@ impl State {
         }
     }
 
+    // S4: whoever waits for a peer stops waiting.
     pub(super) fn send_expired(&mut self, transfer: TransferId, waited_ms: u64) {
         match self.sends[&transfer].phase {
+            Phase::Committed if planted!(LateVerdictIsDelivered) => {
+                self.stop_reads(transfer, Outcome::Delivered);
+            }
             Phase::Committed => {
                 let limit_ms = millis(self.config.verify_max);
                 let failure = Failure::VerdictLate {
@@ -728,18 +758,19 @@ impl State {
             .sends
             .remove(&transfer)
             .expect("the caller has the transfer");
-        assert_eq!(
-            send.writer,
-            Writer::Idle,
-            "nothing reads the pages any more"
-        );
+        let reads = send.writer != Writer::Idle && !planted!(UnpinBeforeReadsStop);
+        assert!(!reads, "nothing reads the pages any more");
         self.timers.clear(Timer::Send(transfer));
         let table = &mut self
             .pools
             .get_mut(&send.pool)
             .expect("a pin keeps the pool")
             .slots;
-        let freed = table.unpin(&send.slots);
+        let freed = if planted!(ReadWithoutPin) {
+            0
+        } else {
+            table.unpin(&send.slots)
+        };
         self.freed(freed);
         self.observe(Observation::SendEnded(outcome));
         self.tell_engine(send.engine, ToEngine::SendOutcome { transfer, outcome });

@@ -70,6 +70,7 @@ impl Model for Exhaustive {
             Property::always("S6 no replay", |_, world| holds(world, 6)),
             Property::always("S7 least reach", |_, world| holds(world, 7)),
             Property::always("S8 bounded drain", |_, world| holds(world, 8)),
+            Property::always("S9 honest capacity", |_, world| holds(world, 9)),
             Property::always("S10 nothing skipped", |_, world| holds(world, 10)),
         ];
         let seen = self.sometimes.iter();
@@ -100,6 +101,7 @@ pub fn pair(requests: u8, budget: Budget) -> Setup {
         source: (0, 0),
         destination: (1, 0),
         slots: 1,
+        named: false,
     };
     Setup {
         nodes: vec![vec![1], vec![1]],
@@ -108,6 +110,7 @@ pub fn pair(requests: u8, budget: Budget) -> Setup {
         outstanding_pages: 1,
         attempts_max: 2,
         abort: AbortPolicy::FinishTransfer,
+        recount: true,
         budget,
     }
 }

@@ -43,6 +43,10 @@ const NONE: Budget = Budget {
     unreachable: 0,
     ticks: 0,
     misroutes: 0,
+    one_way: 0,
+    lies: 0,
+    shutdowns: 0,
+    clock_steps: 0,
     retries: 0,
 };
 
@@ -175,6 +179,7 @@ fn two_sources_share_a_destination() {
         source: (node, 0),
         destination: (2, 0),
         slots: 1,
+        named: false,
     };
     let setup = Setup {
         nodes: vec![vec![1]; 3],
@@ -194,6 +199,7 @@ fn two_nodes_send_to_each_other() {
         source: (source, 0),
         destination: (1 - source, 0),
         slots: 1,
+        named: false,
     };
     let setup = Setup {
         nodes: vec![vec![2]; 2],

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use bytes::Bytes;
 use fabric_proto::host::Input;
-use fabric_proto::ids::{EngineId, LeaseId, PoolId, RequestSeq, SlotRef, TransferId};
-use fabric_proto::outcome::{Abort, Failure, Outcome};
+use fabric_proto::ids::{EngineId, LeaseId, PoolId, RequestSeq, SlotIndex, SlotRef, TransferId};
+use fabric_proto::outcome::{Abort, Failure, Outcome, Rejection};
 use fabric_proto::pool::{PageRef, PageRun};
 use fabric_proto::wire::{AbortPolicy, Checksums, Purpose, ToDaemon, ToEngine};
 
@@ -109,6 +109,11 @@ impl World {
             (request.destination, Purpose::Receive, DESTINATION),
             (request.source, Purpose::Hold, SOURCE),
         ] {
+            let named = if request.named && which == DESTINATION {
+                (0..request.slots).map(SlotIndex).collect()
+            } else {
+                Vec::new()
+            };
             let message = ToDaemon::Lease {
                 seq: RequestSeq(index as u64 * 4 + which),
                 pool: self.engine(at).pool,
@@ -116,7 +121,7 @@ impl World {
                 request: Request::request_id(index),
                 tokens: request.tokens(),
                 purpose,
-                named: Vec::new(),
+                named,
             };
             self.say(at, message);
         }
@@ -225,6 +230,13 @@ impl World {
             ToEngine::Rejected { seq, reason } => {
                 let index = usize::try_from(seq.0 / 4).expect("a world is small");
                 let outcome = Outcome::Rejected(reason);
+                let pool = self.setup.nodes[at.0][at.1];
+                if let Rejection::Busy { .. } = reason
+                    && self.setup.requests[index].slots > pool
+                {
+                    let what = || format!("request {index} can never fit, and is told to wait");
+                    self.oracle.violated(9, what);
+                }
                 let progress = &mut self.requests[index];
                 match seq.0 % 4 {
                     DESTINATION => {

@@ -17,6 +17,8 @@
 #![forbid(unsafe_code)]
 
 pub mod engine;
+mod faults;
+pub mod lies;
 pub mod oracle;
 pub mod plane;
 pub mod run;

@@ -27,6 +27,11 @@ pub enum Content {
         /// A bit flipped on the way.
         flipped: bool,
     },
+    /// What a daemon that lies wrote.
+    Junk {
+        /// Which node.
+        from: usize,
+    },
 }
 
 impl Content {
@@ -35,6 +40,7 @@ impl Content {
     pub fn crc(self) -> u32 {
         match self {
             Self::Zero => 0,
+            Self::Junk { .. } => u32::MAX,
             Self::Page {
                 request,
                 page,
@@ -65,6 +71,8 @@ pub struct Plane {
 /// A grant that is armed.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Armed {
+    /// Whose writer it is for.
+    pub link: LinkId,
     /// What the writer must show.
     pub key: Secret,
     /// Into which pool.

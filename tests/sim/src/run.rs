@@ -80,6 +80,10 @@ pub fn setup(random: &mut Random, nodes_max: u64) -> Setup {
         unreachable: several(random, count),
         ticks: several(random, count * 8),
         misroutes: several(random, 4),
+        one_way: several(random, count),
+        lies: several(random, 6),
+        shutdowns: several(random, 2),
+        clock_steps: several(random, 2),
         retries: several(random, count * 4),
     };
     Setup {
@@ -89,8 +93,15 @@ pub fn setup(random: &mut Random, nodes_max: u64) -> Setup {
         outstanding_pages: random.between(1, 5),
         attempts_max: u32::try_from(random.between(1, 3)).expect("small"),
         abort: [AbortPolicy::FinishTransfer, AbortPolicy::DrainNow][random.index(2)],
+        recount: true,
         budget,
     }
+}
+
+/// Mostly a few; now and then more than the pool has.
+fn slots(random: &mut Random) -> u32 {
+    let most = if random.below(32) == 0 { 12 } else { 3 };
+    u32::try_from(random.between(1, most)).expect("small")
 }
 
 fn request(random: &mut Random, nodes: &[Vec<u32>]) -> Request {
@@ -104,7 +115,8 @@ fn request(random: &mut Random, nodes: &[Vec<u32>]) -> Request {
         tenant: u8::try_from(random.below(3)).expect("small"),
         source,
         destination,
-        slots: u32::try_from(random.between(1, 3)).expect("small"),
+        slots: slots(random),
+        named: random.below(8) == 0,
     }
 }
 
@@ -115,14 +127,24 @@ fn request(random: &mut Random, nodes: &[Vec<u32>]) -> Request {
 /// The world in which an invariant does not hold.
 pub fn run(seed: u64, nodes_max: u64, events_max: usize) -> Result<Summary, Box<World>> {
     let mut random = Random::new(seed);
-    let mut world = World::new(setup(&mut random, nodes_max));
+    let setup = setup(&mut random, nodes_max);
+    run_in(&mut random, setup, events_max)
+}
+
+/// Runs a cluster that is set up already.
+///
+/// # Errors
+///
+/// The world in which an invariant does not hold.
+pub fn run_in(random: &mut Random, setup: Setup, events_max: usize) -> Result<Summary, Box<World>> {
+    let mut world = World::new(setup);
     let mut summary = Summary {
         nodes: world.nodes.len(),
         ..Summary::default()
     };
     for _ in 0..events_max {
         let events = world.enabled();
-        let Some(event) = choose(&mut random, &events) else {
+        let Some(event) = choose(random, &events) else {
             break;
         };
         world.apply(event);
@@ -155,6 +177,10 @@ fn choose(random: &mut Random, events: &[Event]) -> Option<Event> {
                 | Event::AbortDestination(..)
                 | Event::AbortSource(_)
                 | Event::Misroute(..)
+                | Event::OneWay(..)
+                | Event::Lie(..)
+                | Event::Shutdown(_)
+                | Event::ClockStep(_)
                 | Event::Tick(_)
         )
     };

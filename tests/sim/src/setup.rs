@@ -22,6 +22,9 @@ pub struct Setup {
     pub attempts_max: u32,
     /// What becomes of a transfer whose lease ends first.
     pub abort: AbortPolicy,
+    /// Whether each machine recounts everything after each input. Off, only what it does and does
+    /// not do tells of a bug.
+    pub recount: bool,
     /// How much may go wrong.
     pub budget: Budget,
 }
@@ -37,6 +40,8 @@ pub struct Request {
     pub destination: (usize, usize),
     /// How many slots it needs.
     pub slots: u32,
+    /// The decode side names the slots that it wants, the first of its pool.
+    pub named: bool,
 }
 
 /// How often each thing may still go wrong.
@@ -58,6 +63,14 @@ pub struct Budget {
     pub ticks: u32,
     /// The router brings an offer twice, or to another tenant's prefill.
     pub misroutes: u32,
+    /// What is sent to one end of a link is lost.
+    pub one_way: u32,
+    /// A daemon says or writes what it should not.
+    pub lies: u32,
+    /// A daemon is told to shut down.
+    pub shutdowns: u32,
+    /// A daemon's clock is set back.
+    pub clock_steps: u32,
     /// A request is asked for again after it was turned away or went wrong.
     pub retries: u32,
 }

@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use fabric_proto::host::{Host, Input, Observation, Output, PlaneCommand, StoppedBy, Tenants};
 use fabric_proto::ids::{EngineId, Incarnation, LinkId, PoolId, RequestSeq, SlotRef, TransferId};
-use fabric_proto::outcome::{Failure, Outcome};
+use fabric_proto::outcome::Outcome;
 use fabric_proto::time::Now;
 use fabric_proto::wire::{AbortPolicy, PeerMessage, PlaneKind, ToEngine};
 
 use crate::engine::{Engine, Part, Progress, Transfer};
+use crate::lies::Lie;
 use crate::oracle::{Oracle, Violation};
 use crate::plane::{Armed, Cargo, Content, Flight, Plane, Proven, Writer};
 use crate::setup::{Budget, PAGE_BYTES, Setup, node_id, node_of};
@@ -22,35 +23,37 @@ use crate::setup::{Budget, PAGE_BYTES, Setup, node_id, node_of};
 pub struct World {
     pub(crate) setup: Arc<Setup>,
     pub(crate) nodes: Vec<Node>,
-    links: BTreeMap<LinkId, Link>,
-    dials: Vec<Dial>,
-    flights: Vec<Flight>,
+    pub(crate) links: BTreeMap<LinkId, Link>,
+    pub(crate) dials: Vec<Dial>,
+    pub(crate) flights: Vec<Flight>,
     pub(crate) requests: Vec<Progress>,
-    budget: Budget,
+    pub(crate) budget: Budget,
     pub(crate) oracle: Oracle,
     next_link: u64,
     /// On the clocks of daemons that have died. For figures alone.
-    lived: Duration,
+    pub(crate) lived: Duration,
 }
 
 /// A daemon and its engines.
 #[derive(Clone, Eq, PartialEq)]
 pub(crate) struct Node {
     /// Shared until it changes: most events change one machine.
-    host: Arc<Host<Proven>>,
-    incarnation: u64,
-    now: Now,
+    pub(crate) host: Arc<Host<Proven>>,
+    pub(crate) incarnation: u64,
+    pub(crate) now: Now,
+    /// It was told to shut down.
+    pub(crate) stopping: bool,
     /// What its planes and its scrubber have said.
-    local: VecDeque<Local>,
+    pub(crate) local: VecDeque<Local>,
     pub(crate) plane: Plane,
     pub(crate) engines: Vec<Engine>,
-    next_engine: u64,
-    next_pool: u32,
+    pub(crate) next_engine: u64,
+    pub(crate) next_pool: u32,
 }
 
 /// Something a machine is to hear from its own host.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
-enum Local {
+pub(crate) enum Local {
     Armed(fabric_proto::ids::GrantId),
     Written(TransferId, fabric_proto::ids::GrantId),
     WriterFailed(TransferId, fabric_proto::ids::GrantId),
@@ -61,26 +64,35 @@ enum Local {
 
 /// A connection between two daemons' lives.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
-struct Link {
-    ends: [End; 2],
-    /// Nothing more is carried.
-    cut: bool,
+pub(crate) struct Link {
+    pub(crate) ends: [End; 2],
+    /// Whether what is sent to an end is lost.
+    pub(crate) deaf: [bool; 2],
+    /// An end of it has lied: what the other makes of it is no fault of the other's.
+    pub(crate) lied: bool,
 }
 
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
-struct End {
-    node: usize,
-    incarnation: u64,
+pub(crate) struct End {
+    pub(crate) node: usize,
+    pub(crate) incarnation: u64,
     /// What is on its way to this end.
-    inbox: VecDeque<PeerMessage>,
+    pub(crate) inbox: VecDeque<PeerMessage>,
     /// Whether this end still believes in the link.
-    up: bool,
+    pub(crate) up: bool,
+}
+
+impl Link {
+    /// Whether both ends will notice that it is gone.
+    pub(crate) fn broken(&self) -> bool {
+        self.deaf != [false; 2]
+    }
 }
 
 /// A connection that a daemon wants.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-struct Dial {
-    node: usize,
+pub(crate) struct Dial {
+    pub(crate) node: usize,
     incarnation: u64,
     peer: usize,
     after: Option<Incarnation>,
@@ -131,6 +143,14 @@ pub enum Event {
     AbortSource(usize),
     /// The router brings the first request's offer to the second's source.
     Misroute(usize, usize),
+    /// Fault: what is sent to one end of a link is lost.
+    OneWay(LinkId, usize),
+    /// Fault: an end of a link hears what the other should not have said.
+    Lie(LinkId, usize, Lie),
+    /// A daemon is told to shut down; it comes back when it has.
+    Shutdown(usize),
+    /// Fault: a daemon's clock is set back.
+    ClockStep(usize),
     /// A daemon's clock comes to its next deadline.
     Tick(usize),
 }
@@ -160,6 +180,7 @@ impl World {
                 host,
                 incarnation: 1,
                 now: Now::default(),
+                stopping: false,
                 local: VecDeque::new(),
                 plane: Plane::default(),
                 engines: Vec::new(),
@@ -256,7 +277,7 @@ impl World {
                 if end.up && !end.inbox.is_empty() {
                     events.push(Event::Peer(*id, side));
                 }
-                if end.up && link.cut {
+                if end.up && link.broken() {
                     events.push(Event::Lost(*id, side));
                 }
             }
@@ -300,68 +321,6 @@ impl World {
             && progress.sent != Some(Outcome::Delivered);
         if lone_source || lone_destination {
             events.push(Event::GiveUp(index));
-        }
-    }
-
-    fn faults(&self, events: &mut Vec<Event>) {
-        let budget = &self.budget;
-        if budget.aborts > 0 {
-            for (index, progress) in self.requests.iter().enumerate() {
-                if matches!(progress.destination, Part::Leased(_)) {
-                    for policy in [AbortPolicy::FinishTransfer, AbortPolicy::DrainNow] {
-                        events.push(Event::AbortDestination(index, Some(policy)));
-                    }
-                }
-                let open = matches!(progress.transfer, Transfer::Open(_) | Transfer::Sealed(_));
-                if open && matches!(progress.source, Part::Leased(_)) {
-                    events.push(Event::AbortSource(index));
-                }
-            }
-        }
-        if budget.misroutes > 0 {
-            self.misroutes(events);
-        }
-        if budget.flips > 0 {
-            for (index, flight) in self.flights.iter().enumerate() {
-                if matches!(flight.cargo, Cargo::Page(..)) {
-                    events.push(Event::Flip(index));
-                }
-            }
-        }
-        if budget.cuts > 0 {
-            let whole = self.links.iter().filter(|(_, link)| !link.cut);
-            events.extend(whole.map(|(id, _)| Event::Cut(*id)));
-        }
-        if budget.unreachable > 0 {
-            events.extend((0..self.dials.len()).map(Event::Unreachable));
-        }
-        for (node, state) in self.nodes.iter().enumerate() {
-            if budget.daemon_crashes > 0 {
-                events.push(Event::CrashDaemon(node));
-            }
-            if budget.engine_crashes > 0 {
-                let engines = 0..state.engines.len();
-                events.extend(engines.map(|engine| Event::CrashEngine(node, engine)));
-            }
-            if budget.ticks > 0 && state.host.deadline().is_some() {
-                events.push(Event::Tick(node));
-            }
-        }
-    }
-
-    fn misroutes(&self, events: &mut Vec<Event>) {
-        let requests = self.setup.requests.iter().zip(&self.requests).enumerate();
-        for (index, (request, progress)) in requests {
-            if !matches!(progress.source, Part::Leased(_)) {
-                continue;
-            }
-            for (offered, other) in self.requests.iter().enumerate() {
-                let tenant = self.setup.requests[offered].tenant;
-                let twice = offered == index && progress.transfer != Transfer::Idle;
-                if other.offer.is_some() && (twice || tenant != request.tenant) {
-                    events.push(Event::Misroute(offered, index));
-                }
-            }
         }
     }
 
@@ -413,6 +372,10 @@ impl World {
             Event::Dialled(index) => self.dialled(index),
             Event::Flip(_)
             | Event::Cut(_)
+            | Event::OneWay(..)
+            | Event::Lie(..)
+            | Event::Shutdown(_)
+            | Event::ClockStep(_)
             | Event::CrashDaemon(_)
             | Event::CrashEngine(..)
             | Event::Unreachable(_)
@@ -423,57 +386,8 @@ impl World {
         }
     }
 
-    /// Lets go wrong what the budget allows.
-    fn fault(&mut self, event: Event) {
-        let budget = &mut self.budget;
-        #[expect(clippy::wildcard_enum_match_arm, reason = "`apply` sends only these")]
-        match event {
-            Event::Flip(index) => {
-                budget.flips -= 1;
-                self.land(index, true);
-            }
-            Event::Cut(link) => {
-                budget.cuts -= 1;
-                self.links.get_mut(&link).expect("the link is there").cut = true;
-            }
-            Event::CrashDaemon(node) => {
-                budget.daemon_crashes -= 1;
-                self.crash_daemon(node);
-            }
-            Event::CrashEngine(node, engine) => {
-                budget.engine_crashes -= 1;
-                let id = self.nodes[node].engines[engine].id;
-                self.session_lost((node, engine), Failure::EngineGone);
-                self.input(node, Input::EngineGone { engine: id });
-                self.start_engine((node, engine));
-            }
-            Event::Unreachable(index) => {
-                budget.unreachable -= 1;
-                let dial = self.dials.remove(index);
-                self.connect_failed(dial);
-            }
-            Event::AbortDestination(index, policy) => {
-                budget.aborts -= 1;
-                self.abort_destination(index, policy);
-            }
-            Event::AbortSource(index) => {
-                budget.aborts -= 1;
-                self.abort_source(index);
-            }
-            Event::Misroute(offered, index) => {
-                budget.misroutes -= 1;
-                self.misroute(offered, index);
-            }
-            Event::Tick(node) => {
-                budget.ticks = budget.ticks.saturating_sub(1);
-                self.tick(node);
-            }
-            _ => unreachable!("no fault"),
-        }
-    }
-
     /// Lets a daemon's clock come to its next deadline, if it has one.
-    fn tick(&mut self, node: usize) {
+    pub(crate) fn tick(&mut self, node: usize) {
         if let Some(deadline) = self.nodes[node].host.deadline() {
             self.nodes[node].now = self.nodes[node].now.max(deadline);
             self.input(node, Input::Tick);
@@ -539,13 +453,16 @@ impl World {
     pub(crate) fn input(&mut self, node: usize, input: Input<Proven>) {
         let state = &mut self.nodes[node];
         let (host, now) = (Arc::make_mut(&mut state.host), state.now);
+        let recount = self.setup.recount;
         let mut outputs = Vec::new();
         let handled = catch_unwind(AssertUnwindSafe(|| {
             host.handle(now, input);
             while let Some(output) = host.poll() {
                 outputs.push(output);
             }
-            host.invariants();
+            if recount {
+                host.invariants();
+            }
         }));
         if let Err(panic) = handled {
             let text = panic.downcast_ref::<String>().cloned();
@@ -565,7 +482,12 @@ impl World {
                 self.oracle.violated(3, || what);
             }
             Output::Peer { link, message } => self.tell_peer(node, link, message),
-            Output::CloseLink { reason, .. } => {
+            Output::CloseLink { link, reason } => {
+                let link = self.links.get_mut(&link).expect("the link is there");
+                if link.lied {
+                    link.deaf = [true; 2];
+                    return;
+                }
                 let what = format!("node {node} blames an honest peer: {reason}");
                 self.oracle.violated(3, || what);
             }
@@ -598,7 +520,7 @@ impl World {
                 }
             }
             Output::Observe(observation) => self.observe(node, &observation),
-            Output::ShutdownComplete => {}
+            Output::ShutdownComplete => self.shut_down(node),
         }
     }
 
@@ -677,15 +599,14 @@ impl World {
         let Some(link) = self.links.get_mut(&id) else {
             return;
         };
-        if link.cut {
-            return;
-        }
         let own = link
             .ends
             .iter()
             .position(|end| (end.node, end.incarnation) == (node, incarnation));
         let own = own.expect("a daemon speaks on its own links");
-        link.ends[1 - own].inbox.push_back(message);
+        if !link.deaf[1 - own] {
+            link.ends[1 - own].inbox.push_back(message);
+        }
     }
 
     fn tell(&mut self, node: usize, local: Local) {
@@ -713,13 +634,14 @@ impl World {
         match command {
             PlaneCommand::Arm {
                 grant,
+                link,
                 key,
                 pool,
                 slots,
                 pages,
-                ..
             } => {
                 let armed = Armed {
+                    link,
                     key,
                     pool,
                     slots,
@@ -785,7 +707,10 @@ impl World {
                 cargo: Cargo::Page(page, None),
             });
         }
-        let under = |flight: &&Flight| flight.to == to && flight.grant == writer.grant;
+        let under = |flight: &&Flight| {
+            let honest = !matches!(flight.cargo, Cargo::Page(_, Some(Content::Junk { .. })));
+            honest && flight.to == to && flight.grant == writer.grant
+        };
         let in_air = self.flights.iter().filter(under).count() as u64;
         if in_air > self.setup.outstanding_pages {
             let what = || format!("{in_air} pages are outstanding under {}", writer.grant);
@@ -812,11 +737,12 @@ impl World {
             return false;
         };
         let peer = &self.nodes[peer];
-        peer.incarnation == incarnation && peer.plane.armed.contains_key(&writer.grant)
+        let armed = peer.plane.armed.get(&writer.grant);
+        peer.incarnation == incarnation && armed.is_some_and(|armed| armed.key == writer.key)
     }
 
     /// What a page in the air holds: what was captured, or what its source holds now.
-    fn carried(&self, flight: &Flight) -> Option<Content> {
+    pub(crate) fn carried(&self, flight: &Flight) -> Option<Content> {
         let Cargo::Page(page, captured) = flight.cargo else {
             return None;
         };
@@ -831,7 +757,7 @@ impl World {
         Some(memory[usize::from(page.region) * per_region + slot])
     }
 
-    fn land(&mut self, index: usize, flip: bool) {
+    pub(crate) fn land(&mut self, index: usize, flip: bool) {
         let carried = self.carried(&self.flights[index]);
         let flight = self.flights.remove(index);
         let (node, incarnation) = flight.to;
@@ -887,7 +813,7 @@ impl World {
                 page,
                 flipped: flipped ^ flip,
             },
-            Content::Zero => content,
+            Content::Zero | Content::Junk { .. } => content,
         };
         let memory = self.nodes[node].plane.memory.get_mut(&armed.pool);
         let Some(memory) = memory else {
@@ -896,8 +822,19 @@ impl World {
         };
         let per_region = memory.len() / usize::from(self.setup.regions);
         memory[usize::from(page.region) * per_region + slot.index.0 as usize] = content;
-        if let Content::Page { request, .. } = content {
-            self.oracle.landed(node, armed.pool, slot, request);
+        match content {
+            Content::Page { request, .. } => {
+                // What a lying destination asked for is its own affair.
+                let lied = self.links.get(&armed.link).is_some_and(|link| link.lied);
+                let is_owner = |owner| lied || owner == request;
+                self.oracle.landed(node, armed.pool, slot, is_owner);
+            }
+            Content::Junk { from } => {
+                let requests = &self.setup.requests;
+                let is_source = |owner: usize| requests[owner].source.0 == from;
+                self.oracle.landed(node, armed.pool, slot, is_source);
+            }
+            Content::Zero => {}
         }
     }
 
@@ -934,7 +871,7 @@ impl World {
     }
 
     /// Forgets what cannot land any more: its grant is closed for good.
-    fn clear_air(&mut self) {
+    pub(crate) fn clear_air(&mut self) {
         let nodes = &self.nodes;
         self.flights.retain(|flight| {
             let (node, incarnation) = flight.to;
@@ -966,7 +903,7 @@ impl World {
         self.input(node, Input::LinkDown { link: id });
     }
 
-    fn connect_failed(&mut self, dial: Dial) {
+    pub(crate) fn connect_failed(&mut self, dial: Dial) {
         let peer = node_id(dial.peer);
         self.input(dial.node, Input::ConnectFailed { node: peer });
     }
@@ -985,7 +922,12 @@ impl World {
         });
         let link = LinkId(self.next_link);
         self.next_link += 1;
-        self.links.insert(link, Link { ends, cut: false });
+        let fresh = Link {
+            ends,
+            deaf: [false; 2],
+            lied: false,
+        };
+        self.links.insert(link, fresh);
         // A later life has come: links to the earlier ones end.
         for other in self.links.values_mut() {
             for (at, peer) in [(0, 1), (1, 0)] {
@@ -994,7 +936,7 @@ impl World {
                     .iter()
                     .all(|node| [dial.node, dial.peer].contains(node) && dial.node != dial.peer);
                 if between && far.incarnation < self.nodes[far.node].incarnation {
-                    other.cut = true;
+                    other.deaf = [true; 2];
                 }
             }
         }
@@ -1010,48 +952,8 @@ impl World {
         }
     }
 
-    fn crash_daemon(&mut self, node: usize) {
-        self.oracle.died(node);
-        for engine in 0..self.nodes[node].engines.len() {
-            self.session_lost((node, engine), Failure::DaemonGone);
-        }
-        for index in 0..self.flights.len() {
-            // What was posted flies on: its memory is captured by the hardware.
-            let carried = self.carried(&self.flights[index]);
-            if self.flights[index].from.0 == node
-                && let Cargo::Page(page, None) = self.flights[index].cargo
-            {
-                self.flights[index].cargo = Cargo::Page(page, carried);
-            }
-        }
-        let state = &mut self.nodes[node];
-        state.incarnation += 1;
-        self.lived += state.now.0;
-        state.now = Now::default();
-        state.local.clear();
-        state.plane = Plane::default();
-        (state.next_engine, state.next_pool) = (1, 1);
-        state.host = Arc::new(Host::new(self.setup.config(node, state.incarnation)));
-        self.dials.retain(|dial| dial.node != node);
-        for link in self.links.values_mut() {
-            for end in &mut link.ends {
-                if end.node == node {
-                    end.up = false;
-                    end.inbox.clear();
-                    link.cut = true;
-                }
-            }
-        }
-        self.links
-            .retain(|_, link| link.ends.iter().any(|end| end.up));
-        self.clear_air();
-        for engine in 0..self.setup.nodes[node].len() {
-            self.start_engine((node, engine));
-        }
-    }
-
     /// An engine connects, and registers fresh memory.
-    fn start_engine(&mut self, at: (usize, usize)) {
+    pub(crate) fn start_engine(&mut self, at: (usize, usize)) {
         let slots = self.setup.nodes[at.0][at.1];
         let spec = self.setup.spec(slots);
         let state = &mut self.nodes[at.0];

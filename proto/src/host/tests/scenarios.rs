@@ -951,6 +951,26 @@ fn peers_that_break_the_protocol_lose_their_link() {
     }
 }
 
+/// Once it ended the honest daemon: completions of the one were taken for the other's.
+#[test]
+fn a_peer_that_gives_the_same_grant_twice_loses_its_link() {
+    let mut world = World::new();
+    let begun = world.arrive(8);
+    world.verify(&begun, 1, pages(&[(0, 0)]));
+    let again = |event: &Event| matches!(event, Event::Peer(PeerMessage::Granted { .. }));
+    world.settle_until(|node, event| node == P && again(event));
+    let Some((_, Event::Peer(granted))) = world.queue.front().cloned() else {
+        panic!("the grant for the corrupt page is next");
+    };
+    world.settle();
+    let (link, message) = (world.link.unwrap(), granted);
+    world.input(P, Input::Peer { link, message });
+    assert_eq!(world.nodes[P].closed, [Misbehaviour::OutOfPlace]);
+    world.settle();
+    let failure = Outcome::Failed(Failure::VerdictUnknown);
+    assert_eq!(world.sent(), [failure]);
+}
+
 #[test]
 fn a_manifest_that_differs_fails_the_transfer() {
     let mut world = World::new();
