@@ -21,7 +21,8 @@ const SHARE_BYTES: u64 = 4 << 20;
 #[derive(Clone)]
 pub(crate) struct PageReader {
     pub(crate) lease: Arc<Lease>,
-    /// Turns true when nobody wants the checksums any more.
+    /// Turns true, once, when nobody wants the checksums any more. A hint: it ends the reading
+    /// sooner. What counts is decided elsewhere, by `Receive`'s record and the end of `reading`.
     pub(crate) stop: Arc<AtomicBool>,
     /// Tells, by its end, that nobody reads any more.
     #[expect(dead_code, reason = "it is dropped, and that is what it says")]
@@ -76,6 +77,8 @@ pub(crate) async fn checksums(
         }
     }
     // Done: what remains of this future's life must not look like a cancellation.
+    // Relaxed: the checksums came through the joins above; a stop that is not seen here is found
+    // in the record, under its lock.
     let wanted = !stop.0.load(Ordering::Relaxed);
     wanted.then_some(crcs)
 }
@@ -86,6 +89,7 @@ impl PageReader {
         let mut crcs = Vec::new();
         for run in runs {
             for position in run.first..run.first + run.count {
+                // Relaxed: nothing is read through it, and a page too many does no harm.
                 if self.stop.load(Ordering::Relaxed) {
                     return None;
                 }

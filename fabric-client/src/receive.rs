@@ -107,7 +107,8 @@ struct Record {
 
 enum State {
     Waiting,
-    /// The flag stops it.
+    /// The flag stops it. Relaxed wherever it is touched: it only spares the threads some pages.
+    /// Whether what they found still counts is decided by this state, under the record's lock.
     Verifying(Arc<AtomicBool>),
     Over,
     Released,

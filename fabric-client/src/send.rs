@@ -11,7 +11,7 @@
 use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
 use fabric_proto::ids::{SlotRef, TransferId};
@@ -60,8 +60,19 @@ pub(crate) struct Transfer {
 
 /// What the session knows of a transfer.
 pub(crate) struct SendState {
-    outcome: watch::Sender<Option<Outcome>>,
-    committing: AtomicBool,
+    /// Its lock orders all who change or read it.
+    progress: watch::Sender<Progress>,
+}
+
+/// ```text
+///  Open ─finish─▶ Committing ─any outcome─▶ Over
+///    └─any outcome but Delivered──────────────▲
+/// ```
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Progress {
+    Open,
+    Committing,
+    Over(Outcome),
 }
 
 /// Why a page was not sealed.
@@ -278,10 +289,7 @@ impl Sending {
         };
         let message = vec![message.encode()];
         // Before the daemon can say that it delivered.
-        self.transfer
-            .state
-            .committing
-            .store(true, Ordering::Relaxed);
+        self.transfer.state.commit();
         // A session that is over has told the outcome.
         let _ = self.transfer.lease.pool.session.send(message).await;
         self.ended().await
@@ -448,16 +456,26 @@ impl Drop for Transfer {
 impl SendState {
     pub(crate) fn new() -> Self {
         Self {
-            outcome: watch::channel(None).0,
-            committing: AtomicBool::new(false),
+            progress: watch::channel(Progress::Open).0,
         }
+    }
+
+    /// Notes that the daemon is about to be told to finish: from now on it may deliver.
+    fn commit(&self) {
+        self.progress.send_if_modified(|progress| {
+            if *progress == Progress::Open {
+                *progress = Progress::Committing;
+            }
+            // Who waits, waits for an outcome.
+            false
+        });
     }
 
     /// Takes in what the daemon says.
     pub(crate) fn ended(&self, id: TransferId, outcome: Outcome) -> Result<(), Misbehaviour> {
-        // Relaxed: it was set before the message was queued that the daemon answers.
+        let open = *self.progress.borrow() == Progress::Open;
         // S3: no transfer is delivered that this engine has not finished.
-        if outcome == Outcome::Delivered && !self.committing.load(Ordering::Relaxed) {
+        if open && outcome == Outcome::Delivered {
             self.end(Outcome::Failed(Failure::DaemonGone));
             return Err(Misbehaviour::Unfinished(id));
         }
@@ -467,22 +485,33 @@ impl SendState {
 
     /// Notes the outcome. The first stands.
     pub(crate) fn end(&self, outcome: Outcome) {
-        self.outcome.send_if_modified(|known| {
-            let first = known.is_none();
-            known.get_or_insert(outcome);
+        self.progress.send_if_modified(|progress| {
+            let first = progress.outcome().is_none();
+            if first {
+                *progress = Progress::Over(outcome);
+            }
             first
         });
     }
 
     fn known(&self) -> Option<Outcome> {
-        *self.outcome.borrow()
+        self.progress.borrow().outcome()
     }
 
     async fn outcome(&self) -> Outcome {
-        let mut outcome = self.outcome.subscribe();
-        let known = outcome.wait_for(Option::is_some).await;
-        let known = known.ok().and_then(|outcome| *outcome);
+        let mut watched = self.progress.subscribe();
+        let over = watched.wait_for(|progress| progress.outcome().is_some());
+        let known = over.await.ok().and_then(|progress| progress.outcome());
         known.expect("the sender is there, and has an outcome")
+    }
+}
+
+impl Progress {
+    fn outcome(self) -> Option<Outcome> {
+        match self {
+            Self::Open | Self::Committing => None,
+            Self::Over(outcome) => Some(outcome),
+        }
     }
 }
 

@@ -25,9 +25,11 @@ mod driver;
 mod link;
 mod metrics;
 mod planes;
+mod queued_bytes;
 mod registry;
 mod scrub;
 mod session;
+mod sync;
 
 pub use config::Config;
 pub use daemon::{Daemon, RunError, StartError, Stopped, run};

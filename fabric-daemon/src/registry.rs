@@ -4,7 +4,6 @@
 //! and the connection is closed. So nothing that a peer or an engine does can stop the driver.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,6 +12,8 @@ use fabric_proto::host::Misbehaviour;
 use thiserror::Error;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot, watch};
+
+use crate::queued_bytes::QueuedBytes;
 
 /// Why we close a connection.
 #[derive(Clone, Copy, Debug, Eq, Error, PartialEq)]
@@ -54,7 +55,7 @@ struct Entry<T> {
 #[derive(Debug)]
 struct Line {
     messages: mpsc::Sender<Bytes>,
-    queued_bytes: Arc<AtomicUsize>,
+    queued_bytes: Arc<QueuedBytes>,
     close: oneshot::Sender<Closing>,
 }
 
@@ -62,7 +63,7 @@ struct Line {
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     messages: mpsc::Receiver<Bytes>,
-    queued_bytes: Arc<AtomicUsize>,
+    queued_bytes: Arc<QueuedBytes>,
 }
 
 impl Outgoing {
@@ -71,9 +72,7 @@ impl Outgoing {
     pub(crate) async fn next(&mut self, batch: &mut Vec<Bytes>) -> bool {
         assert!(batch.is_empty(), "a batch is written before the next");
         let count = self.messages.recv_many(batch, BATCH_MESSAGES_MAX).await;
-        let bytes: usize = batch.iter().map(Bytes::len).sum();
-        // Relaxed: it is a bound, and orders nothing.
-        self.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.queued_bytes.taken(batch.iter().map(Bytes::len).sum());
         count > 0
     }
 }
@@ -90,7 +89,7 @@ impl<K: Copy + Ord, T> Registry<K, T> {
     pub(crate) fn insert(&self, key: K, about: T) -> (Outgoing, oneshot::Receiver<Closing>) {
         let (sender, messages) = mpsc::channel(QUEUE_MESSAGES_MAX);
         let (close, closing) = oneshot::channel();
-        let queued_bytes = Arc::new(AtomicUsize::new(0));
+        let queued_bytes = Arc::new(QueuedBytes::new());
         let line = Line {
             messages: sender,
             queued_bytes: Arc::clone(&queued_bytes),
@@ -120,19 +119,14 @@ impl<K: Copy + Ord, T> Registry<K, T> {
         let Some(line) = &entry.line else {
             return;
         };
-        let bytes = message.len();
-        let queued = line.queued_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        let sent = if queued > QUEUE_BYTES_MAX {
-            Err(TrySendError::Full(message))
-        } else {
-            line.messages.try_send(message)
-        };
-        if let Err(TrySendError::Full(_)) = sent {
+        let too_slow = line.queued_bytes.queue(message.len(), |bytes| {
+            let full = bytes > QUEUE_BYTES_MAX
+                || matches!(line.messages.try_send(message), Err(TrySendError::Full(_)));
             let messages = QUEUE_MESSAGES_MAX - line.messages.capacity();
-            entry.close(Closing::TooSlow {
-                messages,
-                bytes: queued,
-            });
+            full.then_some(Closing::TooSlow { messages, bytes })
+        });
+        if let Some(why) = too_slow {
+            entry.close(why);
         }
     }
 

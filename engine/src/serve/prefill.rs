@@ -150,6 +150,7 @@ fn first_token(
 ) -> anyhow::Result<Bytes> {
     let mut sampler = Sampler::new(prompt.sampling)?;
     let mut on_layer = |_: &mut dyn PagedKv, _| {
+        // Relaxed: see `Cancel`; a layer too many does no harm.
         ensure!(!stop.load(Ordering::Relaxed), "the request was abandoned");
         std::thread::sleep(prompt.layer_delay);
         Ok(())

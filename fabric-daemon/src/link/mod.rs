@@ -336,6 +336,7 @@ impl Links {
         self.registry.close_where(Closing::Superseded, |other| {
             other.node == node && other.incarnation < got
         });
+        // Relaxed: a number of its own; the order of links is that of `seen`'s lock.
         let link = LinkId(self.next_link.fetch_add(1, Ordering::Relaxed));
         let (outgoing, closing) = self.registry.insert(link, about.clone());
         drop(seen);

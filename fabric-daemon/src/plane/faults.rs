@@ -28,6 +28,7 @@ impl Faults {
 
     /// Whether pages have to be looked at one by one.
     pub(super) fn may_flip(&self) -> bool {
+        // Relaxed: a hint, for speed; `flips_page` decides.
         self.flip_pages.load(Ordering::Relaxed) > 0
     }
 

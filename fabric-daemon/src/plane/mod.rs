@@ -12,7 +12,8 @@
 //! Two rules hold all of it up, and each has one place:
 //!
 //! 1. `grants`: every byte that a plane puts into a pool is put there under the lock of an open
-//!    grant. A grant is closed under that lock, and only then is there a [`GrantStopped`].
+//!    grant, its `gate`. A grant is closed under that lock, and only then is there a
+//!    [`GrantStopped`].
 //! 2. `source`: whatever reads a pool to send from it does so through one value that is never
 //!    copied. When that value is gone, and only then, there is a [`SourceStopped`].
 //!
@@ -21,6 +22,7 @@
 
 mod area;
 mod faults;
+mod gate;
 mod grants;
 mod outbox;
 mod pools;

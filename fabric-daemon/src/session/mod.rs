@@ -211,6 +211,7 @@ impl Sessions {
         mut reader: FrameReader,
         writer: FrameWriter,
     ) {
+        // Relaxed: a number of one's own is all that is asked for.
         let engine = EngineId(self.next_engine.fetch_add(1, Ordering::Relaxed));
         let (name, uid, pid) = (about.name.clone(), about.uid, about.pid);
         let (outgoing, closing) = self.registry.insert(engine, about);

@@ -63,6 +63,7 @@ impl Sessions {
 
     /// A name that no pool had before. It never wraps.
     fn next_pool(&self) -> Result<PoolId, Ended> {
+        // Relaxed: a number of one's own is all that is asked for.
         let up = |next: u32| next.checked_add(1);
         let next = self
             .next_pool

@@ -707,15 +707,13 @@ impl State {
         let outcome = match receive.phase {
             // They have stopped.
             Phase::Drained => return self.end_receive(key, outcome),
-            Phase::Closing {
-                by: StoppedBy::Fence,
-                ..
-            } => return,
             // What was settled first stands.
             Phase::Closing {
                 by: StoppedBy::Drain,
                 outcome,
-            } => outcome,
+            } if by == StoppedBy::Fence => outcome,
+            // S4: saying again that a drain follows buys the writer no time.
+            Phase::Closing { .. } => return,
             Phase::Arming | Phase::Open | Phase::Committed => outcome,
             Phase::Verifying { .. } => unreachable!("callers deal with a verification"),
         };

@@ -42,6 +42,18 @@ struct Cli {
     /// Deadlines that pass.
     #[arg(long, default_value_t = 0)]
     ticks: u32,
+    /// Offers that are brought twice, or to another tenant's prefill.
+    #[arg(long, default_value_t = 0)]
+    misroutes: u32,
+    /// Links of which one direction breaks first.
+    #[arg(long, default_value_t = 0)]
+    one_way: u32,
+    /// Things that a daemon says or writes and should not.
+    #[arg(long, default_value_t = 0)]
+    lies: u32,
+    /// Daemons that are told to shut down.
+    #[arg(long, default_value_t = 0)]
+    shutdowns: u32,
     /// Requests that are tried again.
     #[arg(long, default_value_t = 0)]
     retries: u32,
@@ -59,6 +71,10 @@ fn main() -> ExitCode {
         engine_crashes: cli.engine_crashes,
         flips: cli.flips,
         ticks: cli.ticks,
+        misroutes: cli.misroutes,
+        one_way: cli.one_way,
+        lies: cli.lies,
+        shutdowns: cli.shutdowns,
         retries: cli.retries,
         ..Budget::default()
     };

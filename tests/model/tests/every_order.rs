@@ -208,3 +208,71 @@ fn two_nodes_send_to_each_other() {
     };
     assert_eq!(explore(setup, seen), 2_129_813);
 }
+
+/// A daemon repeats or alters any of its messages, makes up an offer, or writes garbage.
+#[test]
+fn a_daemon_lies() {
+    let seen: &[Seen] = &[
+        heard!("delivered", "none"),
+        heard!("failed", "manifest_mismatch"),
+        heard!("failed", "corrupt"),
+        heard!("rejected", "tokens_mismatch"),
+    ];
+    let mut setup = pair(2, Budget { lies: 2, ..NONE });
+    setup.attempts_max = 1;
+    assert_eq!(explore(setup, seen), 334_179);
+}
+
+#[test]
+fn a_daemon_lies_about_pages_that_it_sends_again() {
+    let seen: &[Seen] = &[heard!("delivered", "none")];
+    let budget = Budget {
+        flips: 1,
+        lies: 2,
+        ..NONE
+    };
+    let mut setup = pair(1, budget);
+    setup.requests[0].slots = 2;
+    setup.nodes = vec![vec![2]; 2];
+    assert_eq!(explore(setup, seen), 75_332);
+}
+
+#[test]
+fn offers_go_astray() {
+    let seen: &[Seen] = &[heard!("delivered", "none")];
+    let budget = Budget {
+        misroutes: 1,
+        aborts: 1,
+        ..NONE
+    };
+    assert_eq!(explore(pair(2, budget), seen), 183_781);
+}
+
+#[test]
+fn daemons_shut_down() {
+    let seen: &[Seen] = &[
+        heard!("delivered", "none"),
+        heard!("aborted", "shutdown"),
+        heard!("rejected", "shutting_down"),
+    ];
+    let budget = Budget {
+        shutdowns: 1,
+        ticks: 1,
+        ..NONE
+    };
+    assert_eq!(explore(pair(2, budget), seen), 442_763);
+}
+
+#[test]
+fn what_is_sent_one_way_is_lost() {
+    let seen: &[Seen] = &[
+        heard!("failed", "link_lost"),
+        heard!("failed", "verdict_unknown"),
+    ];
+    let budget = Budget {
+        one_way: 1,
+        ticks: 1,
+        ..NONE
+    };
+    assert_eq!(explore(pair(2, budget), seen), 421_195);
+}

@@ -1,6 +1,6 @@
 //! What engines do: request by request, as the SDK would.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 use fabric_proto::host::Input;
@@ -26,8 +26,9 @@ pub struct Engine {
     pub leases: BTreeMap<LeaseId, Lease>,
     /// The requests of its transfers.
     pub sends: BTreeMap<TransferId, usize>,
-    /// Transfers that began with an offer that had gone astray.
-    pub astray: BTreeSet<TransferId>,
+    /// Transfers that began with an offer that had gone astray: the request, and whether the offer
+    /// was another's.
+    pub astray: BTreeMap<TransferId, (usize, bool)>,
 }
 
 /// A lease that an engine has.
@@ -95,6 +96,13 @@ const DESTINATION: u64 = 0;
 const SOURCE: u64 = 1;
 const SEND: u64 = 2;
 const ASTRAY: u64 = 3;
+/// Added to the number of a send that brings another request's offer.
+const FOREIGN: u64 = 1 << 32;
+
+/// The request that a number is about.
+pub(crate) fn request_of(seq: RequestSeq) -> usize {
+    usize::try_from(seq.0 % FOREIGN / 4).expect("a world is small")
+}
 
 impl World {
     /// Both engines ask for their leases.
@@ -146,7 +154,8 @@ impl World {
         let (Part::Leased(lease), Some(offer)) = (self.requests[index].source, offer) else {
             panic!("there is a lease, and an offer");
         };
-        let seq = RequestSeq(index as u64 * 4 + ASTRAY);
+        let foreign = if offered == index { 0 } else { FOREIGN };
+        let seq = RequestSeq(foreign + index as u64 * 4 + ASTRAY);
         self.say(at, ToDaemon::Send { seq, lease, offer });
     }
 
@@ -227,79 +236,15 @@ impl World {
             ToEngine::Welcome { .. } | ToEngine::PoolRegistered { .. } => {
                 unreachable!("they are heard at once")
             }
-            ToEngine::Rejected { seq, reason } => {
-                let index = usize::try_from(seq.0 / 4).expect("a world is small");
-                let outcome = Outcome::Rejected(reason);
-                let pool = self.setup.nodes[at.0][at.1];
-                if let Rejection::Busy { .. } = reason
-                    && self.setup.requests[index].slots > pool
-                {
-                    let what = || format!("request {index} can never fit, and is told to wait");
-                    self.oracle.violated(9, what);
-                }
-                let progress = &mut self.requests[index];
-                match seq.0 % 4 {
-                    DESTINATION => {
-                        progress.destination = Part::Over;
-                        progress.received = Some(outcome);
-                    }
-                    SOURCE => {
-                        progress.source = Part::Over;
-                        progress.sent = Some(outcome);
-                    }
-                    SEND => {
-                        progress.sent = Some(outcome);
-                        self.end(at, index, None);
-                    }
-                    _ => {}
-                }
-            }
+            ToEngine::Rejected { seq, reason } => self.rejected(at, seq, reason),
             ToEngine::Leased {
                 seq,
                 lease,
                 slots,
                 offer,
             } => self.got_lease(at, seq, lease, slots, offer),
-            ToEngine::SendOpened { seq, transfer, .. } => {
-                let index = usize::try_from(seq.0 / 4).expect("a world is small");
-                if seq.0 % 4 == ASTRAY {
-                    self.engine_mut(at).astray.insert(transfer);
-                    // Its lease may have ended, and with it the transfer.
-                    if let Part::Leased(lease) = self.requests[index].source {
-                        self.seal_all(index, transfer, lease);
-                    }
-                    return;
-                }
-                self.requests[index].transfer = Transfer::Open(transfer);
-                self.engine_mut(at).sends.insert(transfer, index);
-            }
-            ToEngine::SendOutcome { transfer, outcome } => {
-                if self.engine_mut(at).astray.remove(&transfer) {
-                    if outcome == Outcome::Delivered {
-                        self.oracle
-                            .violated(6, || format!("transfer {transfer} went astray"));
-                    }
-                    return;
-                }
-                let Some(index) = self.engine_mut(at).sends.remove(&transfer) else {
-                    return self
-                        .oracle
-                        .violated(3, || format!("transfer {transfer} has a second outcome"));
-                };
-                if outcome == Outcome::Delivered
-                    && !matches!(self.requests[index].transfer, Transfer::Sealed(_))
-                    && !matches!(self.requests[index].transfer, Transfer::Aborted(_))
-                {
-                    self.oracle
-                        .violated(3, || format!("transfer {transfer} was never sealed"));
-                }
-                if outcome == Outcome::Delivered && !self.requests[index].delivered {
-                    self.oracle
-                        .violated(3, || format!("request {index} was never delivered"));
-                }
-                self.requests[index].sent = Some(outcome);
-                self.end(at, index, None);
-            }
+            ToEngine::SendOpened { seq, transfer, .. } => self.send_opened(at, seq, transfer),
+            ToEngine::SendOutcome { transfer, outcome } => self.send_ended(at, transfer, outcome),
             ToEngine::Expect { lease, checksums } => self.expect(at, lease, &checksums),
             ToEngine::Verify {
                 lease,
@@ -311,6 +256,78 @@ impl World {
         }
     }
 
+    fn rejected(&mut self, at: (usize, usize), seq: RequestSeq, reason: Rejection) {
+        let (index, outcome) = (request_of(seq), Outcome::Rejected(reason));
+        let pool = self.setup.nodes[at.0][at.1];
+        if matches!(reason, Rejection::Busy { .. }) && self.setup.requests[index].slots > pool {
+            let what = || format!("request {index} can never fit, and is told to wait");
+            self.oracle.violated(9, what);
+        }
+        let progress = &mut self.requests[index];
+        match seq.0 % 4 {
+            DESTINATION => {
+                progress.destination = Part::Over;
+                progress.received = Some(outcome);
+            }
+            SOURCE => {
+                progress.source = Part::Over;
+                progress.sent = Some(outcome);
+            }
+            SEND => {
+                progress.sent = Some(outcome);
+                self.end(at, index, None);
+            }
+            _ => {}
+        }
+    }
+
+    fn send_opened(&mut self, at: (usize, usize), seq: RequestSeq, transfer: TransferId) {
+        let index = request_of(seq);
+        if seq.0 % 4 != ASTRAY {
+            self.requests[index].transfer = Transfer::Open(transfer);
+            self.engine_mut(at).sends.insert(transfer, index);
+            return;
+        }
+        let entry = (index, seq.0 >= FOREIGN);
+        self.engine_mut(at).astray.insert(transfer, entry);
+        // Its lease may have ended, and with it the transfer.
+        if let Part::Leased(lease) = self.requests[index].source {
+            self.seal_all(index, transfer, lease);
+        }
+    }
+
+    fn send_ended(&mut self, at: (usize, usize), transfer: TransferId, outcome: Outcome) {
+        let delivered = outcome == Outcome::Delivered;
+        if let Some((index, foreign)) = self.engine_mut(at).astray.remove(&transfer) {
+            // The same offer twice is good once, whichever comes first.
+            let twice = self.requests[index].sent == Some(Outcome::Delivered);
+            if delivered && (foreign || twice) {
+                let what = || format!("transfer {transfer} went astray");
+                self.oracle.violated(6, what);
+            }
+            return;
+        }
+        let Some(index) = self.engine_mut(at).sends.remove(&transfer) else {
+            let what = || format!("transfer {transfer} has a second outcome");
+            return self.oracle.violated(3, what);
+        };
+        let progress = &self.requests[index];
+        let sealed = matches!(
+            progress.transfer,
+            Transfer::Sealed(_) | Transfer::Aborted(_)
+        );
+        if delivered && !sealed {
+            let what = || format!("transfer {transfer} was never sealed");
+            self.oracle.violated(3, what);
+        }
+        if delivered && !self.requests[index].delivered {
+            let what = || format!("request {index} was never delivered");
+            self.oracle.violated(3, what);
+        }
+        self.requests[index].sent = Some(outcome);
+        self.end(at, index, None);
+    }
+
     fn got_lease(
         &mut self,
         at: (usize, usize),
@@ -319,7 +336,7 @@ impl World {
         slots: Vec<SlotRef>,
         offer: Option<Bytes>,
     ) {
-        let index = usize::try_from(seq.0 / 4).expect("a world is small");
+        let index = request_of(seq);
         if seq.0 % 4 == SOURCE {
             self.requests[index].source = Part::Leased(lease);
             for region in 0..self.setup.regions {

@@ -1,6 +1,6 @@
 //! Daemons, links, and what is on its way; what may happen next, and what it does.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use fabric_proto::outcome::Outcome;
 use fabric_proto::time::Now;
 use fabric_proto::wire::{AbortPolicy, PeerMessage, PlaneKind, ToEngine};
 
-use crate::engine::{Engine, Part, Progress, Transfer};
+use crate::engine::{Engine, Part, Progress, Transfer, request_of};
 use crate::lies::Lie;
 use crate::oracle::{Oracle, Violation};
 use crate::plane::{Armed, Cargo, Content, Flight, Plane, Proven, Writer};
@@ -543,7 +543,7 @@ impl World {
         } = &message
         {
             let pool = self.nodes[node].engines[engine].pool;
-            let request = usize::try_from(seq.0 / 4).expect("a world is small");
+            let request = request_of(*seq);
             let (got, want) = (slots.len() as u64, self.setup.requests[request].slots);
             if got != u64::from(want) {
                 let what = || format!("request {request} is given {got} slots, not {want}");
@@ -966,7 +966,7 @@ impl World {
             inbox: VecDeque::new(),
             leases: BTreeMap::new(),
             sends: BTreeMap::new(),
-            astray: BTreeSet::new(),
+            astray: BTreeMap::new(),
         };
         if at.1 == state.engines.len() {
             state.engines.push(engine);

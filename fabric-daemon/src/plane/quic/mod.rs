@@ -122,6 +122,7 @@ impl QuicPlane {
     /// Streams that were refused: they never showed the key of a grant of theirs.
     #[must_use]
     pub fn streams_refused(&self) -> u64 {
+        // Relaxed: a statistic.
         self.shared.refused.load(Ordering::Relaxed)
     }
 

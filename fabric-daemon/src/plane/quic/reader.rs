@@ -35,6 +35,7 @@ async fn receive(shared: Arc<Shared>, link: LinkId, mut stream: RecvStream) {
     let attached = match attach(&shared, link, &mut stream).await {
         Ok(attached) => attached,
         Err(error) => {
+            // Relaxed: a statistic.
             shared.refused.fetch_add(1, Ordering::Relaxed);
             warn!(%link, "refused a stream: {error}");
             stop(stream, code::REFUSED);

@@ -154,6 +154,7 @@ impl ShmPlane {
     /// peer broke the format.
     #[must_use]
     pub fn peers_refused(&self) -> u64 {
+        // Relaxed: a statistic.
         self.shared.refused.load(Ordering::Relaxed)
     }
 

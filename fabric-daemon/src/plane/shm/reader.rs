@@ -46,6 +46,7 @@ pub(super) async fn serve(shared: Arc<Shared>, stream: UnixStream) {
             info!("connection of a peer ended: {error}");
         }
         Err(error) => {
+            // Relaxed, here and below: a statistic.
             peer.shared.refused.fetch_add(1, Ordering::Relaxed);
             warn!("closed the connection of a peer: {error}");
         }
@@ -66,6 +67,10 @@ struct Attachment {
     pool: Arc<SourcePool>,
     area: Area,
     /// The peer was told that it is over; what is left of its work is skipped.
+    ///
+    /// Only the connection's one task touches it, in program order: it is atomic since a task may
+    /// move between threads, not since two share it, so Relaxed will do. No proof hangs on it: the
+    /// grant's gate makes that, once, whoever closes it.
     ended: AtomicBool,
 }
 

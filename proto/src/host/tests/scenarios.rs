@@ -189,6 +189,45 @@ fn slots_of_an_aborted_request_are_not_given_away_while_its_writes_may_land() {
 }
 
 #[test]
+fn usage_tells_who_holds_what() {
+    let usage = |world: &World, node: usize| {
+        let usage = world.nodes[node].host.usage();
+        assert_eq!(usage.slots, 6);
+        [
+            usage.free,
+            usage.leased,
+            usage.granted,
+            usage.pinned,
+            usage.quarantined,
+        ]
+    };
+    let mut world = World::new();
+    let begun = world.begin(8);
+    assert!(world.nodes[D].host.deadline().is_some(), "an offer waits");
+    world.settle();
+    assert_eq!(usage(&world, D), [4, 2, 2, 0, 0]);
+    assert_eq!(usage(&world, P), [4, 2, 0, 2, 0]);
+    world.seal_all(&begun);
+    world.end(D, begun.to, AbortPolicy::DrainNow);
+    assert_eq!(usage(&world, D), [4, 0, 2, 0, 2]);
+    world.end(P, begun.from, AbortPolicy::DrainNow);
+    assert_eq!(usage(&world, P), [4, 0, 0, 2, 2]);
+    world.settle();
+    for node in [P, D] {
+        assert_eq!(usage(&world, node), [6, 0, 0, 0, 0]);
+        let seen = world.nodes[node].seen.iter();
+        let freed: Vec<_> = seen
+            .filter_map(|observation| match observation {
+                Observation::SlotsFreed { slots } => Some(*slots),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(freed, [2], "they became free at once, and that is all");
+        assert_eq!(world.nodes[node].host.deadline(), None);
+    }
+}
+
+#[test]
 fn an_abort_that_the_writer_ignores_ends_in_a_fence() {
     let mut world = World::new();
     let begun = world.begin(24);
@@ -206,6 +245,27 @@ fn an_abort_that_the_writer_ignores_ends_in_a_fence() {
             .seen
             .contains(&Observation::GrantClosed(StoppedBy::Fence))
     );
+}
+
+/// Each time the deadline began anew, so whoever went on saying it was never fenced.
+#[test]
+fn a_peer_that_says_again_that_its_drain_follows_is_fenced_in_time() {
+    let mut world = World::new();
+    let begun = world.begin(24);
+    world.settle();
+    let (link, transfer) = (world.link.unwrap(), begun.transfer);
+    for _ in 0..4 {
+        let message = PeerMessage::Cancel {
+            transfer,
+            drain_follows: true,
+        };
+        world.input(D, Input::Peer { link, message });
+        world.pass(Duration::from_millis(400));
+    }
+    world.settle();
+    let fenced = Observation::GrantClosed(StoppedBy::Fence);
+    assert!(world.nodes[D].seen.contains(&fenced), "S4: one deadline");
+    assert_eq!(world.received(), [Outcome::Aborted(Abort::Source)]);
 }
 
 #[test]
