@@ -289,6 +289,18 @@ mod tests {
     }
 
     #[test]
+    fn ids_print_as_people_read_them() {
+        let slot = SlotRef {
+            index: SlotIndex(7),
+            epoch: Epoch::new(3).unwrap(),
+        };
+        assert_eq!(slot.to_string(), "7@3");
+        let node = NodeId([0xab; 32]);
+        assert_eq!(node.to_string(), "ab".repeat(32));
+        assert_eq!(format!("{node:?}"), "abababab");
+    }
+
+    #[test]
     fn names_are_short_printable_ascii() {
         assert!(TenantId::new("acme").is_ok());
         assert_eq!(

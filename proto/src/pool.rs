@@ -230,6 +230,33 @@ mod tests {
     }
 
     #[test]
+    fn each_bound_of_a_pool_is_allowed_and_one_more_is_refused() {
+        type Set = fn(&mut PoolSpec, u32);
+        let set: [(Set, u32); 3] = [
+            (
+                |spec, value| spec.layout.regions = u16::try_from(value).unwrap(),
+                u32::from(limits::REGIONS_MAX),
+            ),
+            (
+                |spec, value| spec.layout.page_bytes = value,
+                limits::PAGE_BYTES_MAX,
+            ),
+            (|spec, value| spec.slots = value, limits::POOL_SLOTS_MAX),
+        ];
+        for (set, bound) in set {
+            let with = |value| {
+                let mut spec = spec();
+                set(&mut spec, value);
+                spec.check()
+            };
+            assert_eq!(with(bound), Ok(()));
+            let (value, limit) = (u64::from(bound) + 1, u64::from(bound));
+            let refused = Err(Rejection::ExceedsLimit { value, limit });
+            assert_eq!(with(bound + 1), refused);
+        }
+    }
+
+    #[test]
     fn sorted_pages_join_into_runs() {
         let page = |region, position| PageRef { region, position };
         let runs = runs_of(&[page(0, 1), page(0, 2), page(0, 4), page(1, 5)]);

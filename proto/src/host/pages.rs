@@ -202,9 +202,16 @@ mod tests {
         assert_eq!(pages.record(&checksums(1, 2, &[5, 6])), Err(outside));
         assert_eq!(pages.known_count(), 2, "what was refused changed nothing");
         assert_eq!(pages.record(&checksums(0, 2, &[3])), Ok(()));
-        assert_eq!(pages.record(&checksums(1, 0, &[4, 5, 6])), Ok(()));
+        assert_eq!(pages.record(&checksums(1, 2, &[6])), Ok(()));
+        assert_eq!(pages.record(&checksums(1, 0, &[4, 5])), Ok(()));
         assert!(pages.is_complete());
-        assert_eq!(pages.parts(2).len(), 4);
+        let parts = [
+            checksums(0, 0, &[1, 2]),
+            checksums(0, 2, &[3]),
+            checksums(1, 0, &[4, 5]),
+            checksums(1, 2, &[6]),
+        ];
+        assert_eq!(pages.parts(2), parts);
     }
 
     #[test]

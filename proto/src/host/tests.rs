@@ -9,6 +9,7 @@
 )]
 
 mod chaos;
+mod guards;
 mod scenarios;
 mod table;
 mod world;
