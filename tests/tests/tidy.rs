@@ -164,8 +164,11 @@ fn every_crate_root_forbids_or_denies_unsafe_code() {
     assert!(missing.is_empty(), "unsafe code is allowed in {missing:?}");
 }
 
-/// The sections of the specification's invariants: the number, and each line by its first word.
-fn specification() -> Vec<(u8, Vec<(String, Vec<String>)>)> {
+/// A line of the specification: its first word, and the names in it.
+type Line = (String, Vec<String>);
+
+/// The sections of the specification's invariants, by number.
+fn specification() -> Vec<(u8, Vec<Line>)> {
     let text = fs::read_to_string(root().join("proto/README.md")).expect("the specification");
     let sections = text.split("\n### S").skip(1);
     let ticked = |line: &str| -> Vec<String> {
