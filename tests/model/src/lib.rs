@@ -4,9 +4,9 @@
 //! the wire. Here nothing is chosen: every event that may happen next is followed, in every state
 //! that can be reached, until the budget of faults is used up.
 //!
-//! Not covered: what a NIC's or a processor's memory ordering does below the planes; more than a few
-//! requests, slots and faults at a time (`fabric-sim` has those, at random). The whole list is in
-//! `proto/README.md`.
+//! Not covered: what a NIC's or a processor's memory ordering does below the planes; more than a
+//! few requests, slots and faults at a time (`fabric-sim` has those, at random). The whole list is
+//! in `proto/README.md`.
 
 #![forbid(unsafe_code)]
 
