@@ -594,7 +594,7 @@ const ATTEMPTS: Number = Number {
     key: "transfer.attempts_max",
     default: 3,
     least: 1,
-    most: 16,
+    most: fabric_proto::limits::ATTEMPTS_MAX as u64,
     unit: "attempts",
     about: "How often pages are sent in all before a corrupt one fails the transfer.",
 };

@@ -27,6 +27,10 @@ pub const CHECKSUMS_PER_MESSAGE_MAX: usize = 1 << 14;
 /// Most corrupt pages that are sent again; above it the transfer fails.
 pub const RESEND_PAGES_MAX: usize = 1 << 14;
 
+/// Most times that a transfer's pages are sent in all, whatever its destination asks for: its
+/// source's slots are held as long.
+pub const ATTEMPTS_MAX: u32 = 16;
+
 /// Longest engine payload of a transfer.
 pub const PAYLOAD_BYTES_MAX: usize = 64 << 10;
 

@@ -345,7 +345,9 @@ impl State {
 
     /// A sign of life of an open grant's writer.
     fn heard(&mut self, key: ReceiveKey) {
-        if self.receives[&key].phase == Phase::Open {
+        let receive = &self.receives[&key];
+        // S4: once the lease has ended nobody waits for more: a trickle buys no time.
+        if receive.phase == Phase::Open && receive.lease.is_some() {
             self.timers
                 .set(self.now, Timer::Receive(key), self.config.silence_max);
         }
@@ -744,6 +746,10 @@ impl State {
         let limit = |duration| millis(duration);
         let (by, failure) = match receive.phase {
             Phase::Arming => (StoppedBy::Fence, Failure::Plane),
+            Phase::Open if receive.lease.is_none() => {
+                // Nobody reads what still comes, and it has had its time.
+                return self.stop_receive(key, Outcome::Aborted(Abort::Destination));
+            }
             Phase::Open => {
                 let limit_ms = limit(self.config.silence_max);
                 (

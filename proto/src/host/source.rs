@@ -58,6 +58,8 @@ pub(super) struct Send {
     route: Option<(LinkId, PlaneKind)>,
     pages: PageTable,
     grant: Option<Granted>,
+    /// Grants so far.
+    attempts: u32,
     /// Sealed, not posted yet.
     queue: VecDeque<PageRun>,
     outstanding_bytes: u64,
@@ -127,6 +129,7 @@ impl State {
             route: None,
             pages: PageTable::new(layout.regions, count),
             grant: None,
+            attempts: 0,
             queue: VecDeque::new(),
             outstanding_bytes: 0,
             payload: None,
@@ -323,6 +326,12 @@ impl State {
             );
             return Err(Misbehaviour::Limit { got, want });
         }
+        if send.attempts >= limits::ATTEMPTS_MAX {
+            // S4: nobody holds this side's slots by asking without end.
+            let (got, want) = (send.attempts, limits::ATTEMPTS_MAX);
+            let (got, want) = (u64::from(got) + 1, u64::from(want));
+            return Err(Misbehaviour::Limit { got, want });
+        }
         for run in &again {
             let last = PageRef {
                 region: run.region,
@@ -407,6 +416,7 @@ impl State {
             pool: send.pool,
             slots: Arc::clone(&send.slots),
         };
+        send.attempts += 1;
         send.writer = Writer::Open;
         send.phase = Phase::Streaming;
         send.grant = Some(granted);

@@ -6,12 +6,12 @@ use bytes::Bytes;
 
 use super::world::*;
 use crate::host::pages::{Identity, PageTable, manifest_digest};
-use crate::host::{Input, Misbehaviour, Observation};
+use crate::host::{Config, Input, Misbehaviour, Observation};
 use crate::ids::{
     EngineId, GrantId, Incarnation, LeaseId, LinkId, NodeId, PoolId, RequestId, RequestSeq, Tag,
 };
 use crate::limits;
-use crate::outcome::{Failure, Outcome, Rejection};
+use crate::outcome::{Abort, Failure, Outcome, Rejection};
 use crate::pool::{Arrangement, Layout, PoolSpec, TokenRange};
 use crate::wire::{AbortPolicy, Checksums, PeerMessage, PlaneKind, Purpose, ToDaemon, ToEngine};
 
@@ -231,6 +231,43 @@ fn shutdown_waits_for_a_verification() {
     world.verify(&begun, 1, vec![]);
     assert!(world.nodes[D].shut);
     assert_eq!(world.received(), [Outcome::Delivered]);
+}
+
+// S4: whoever is left to finish has one deadline, however it goes on.
+#[test]
+fn a_writer_that_trickles_into_an_ended_lease_is_stopped() {
+    let mut world = World::new();
+    let begun = world.begin(24);
+    world.settle();
+    world.end(D, begun.to, AbortPolicy::FinishTransfer);
+    for _ in 0..3 {
+        world.pass(Duration::from_secs(10));
+        world.input(D, Input::Landed { grant: GrantId(1) });
+    }
+    world.settle();
+    assert_eq!(world.free(D), 6);
+    assert_eq!(world.sent(), [Outcome::Aborted(Abort::Destination)]);
+}
+
+// S4: a destination that finds a page corrupt for ever does not hold the source's slots for ever.
+#[test]
+fn a_destination_that_asks_again_without_end_loses_its_link() {
+    let mut world = World::with(|node| Config {
+        attempts_max: 99,
+        ..config(node)
+    });
+    let begun = world.arrive(4);
+    for attempt in 1..limits::ATTEMPTS_MAX {
+        world.verify(&begun, attempt, pages(&[(0, 0)]));
+        world.settle();
+    }
+    assert_eq!(world.nodes[P].closed, []);
+    world.verify(&begun, limits::ATTEMPTS_MAX, pages(&[(0, 0)]));
+    world.settle();
+    let limit = Misbehaviour::Limit { got: 17, want: 16 };
+    assert_eq!(world.nodes[P].closed, [limit]);
+    let failure = Outcome::Failed(Failure::VerdictUnknown);
+    assert_eq!(world.sent(), [failure]);
 }
 
 fn register(world: &mut World, pool: PoolId, spec: PoolSpec) {
