@@ -203,6 +203,11 @@ mod tests {
         assert_eq!(pages.known_count(), 2, "what was refused changed nothing");
         assert_eq!(pages.record(&checksums(0, 2, &[3])), Ok(()));
         assert_eq!(pages.record(&checksums(1, 2, &[6])), Ok(()));
+        let again = PageRef {
+            region: 1,
+            position: 2,
+        };
+        assert_eq!(pages.record(&checksums(1, 1, &[5, 6])), Err(again));
         assert_eq!(pages.record(&checksums(1, 0, &[4, 5])), Ok(()));
         assert!(pages.is_complete());
         let parts = [

@@ -9,10 +9,11 @@ use crate::host::pages::{Identity, PageTable, manifest_digest};
 use crate::host::{Config, Input, Misbehaviour, Observation};
 use crate::ids::{
     EngineId, GrantId, Incarnation, LeaseId, LinkId, NodeId, PoolId, RequestId, RequestSeq, Tag,
+    TransferId,
 };
 use crate::limits;
 use crate::outcome::{Abort, Failure, Outcome, Rejection};
-use crate::pool::{Arrangement, Layout, PoolSpec, TokenRange};
+use crate::pool::{Arrangement, Layout, PageRef, PoolSpec, TokenRange};
 use crate::wire::{AbortPolicy, Checksums, PeerMessage, PlaneKind, Purpose, ToDaemon, ToEngine};
 
 fn is_open(node: usize, event: &Event) -> bool {
@@ -307,6 +308,74 @@ fn wide(regions: u16, slots: u32) -> PoolSpec {
         arrangement: Arrangement::RegionMajor,
         context_tokens: u64::from(slots) * u64::from(PER_SLOT),
     }
+}
+
+/// A transfer of more pages than may be sent again, of which `corrupt` arrive corrupt.
+fn arrives_corrupt(corrupt: usize) -> World {
+    let (mut world, regions, slots) = (World::new(), 1024, 17);
+    let pool = PoolId(2);
+    for node in [P, D] {
+        let input = Input::RegisterPool {
+            engine: ENGINE,
+            seq: RequestSeq(5),
+            pool,
+            spec: wide(regions, slots),
+            memory_bytes: u64::MAX,
+        };
+        world.input(node, input);
+    }
+    let mut receive = ask(pool, u64::from(slots));
+    if let ToDaemon::Lease { purpose, .. } = &mut receive {
+        *purpose = Purpose::Receive;
+    }
+    world.engine(D, receive);
+    world.engine(P, ask(pool, u64::from(slots)));
+    let leased = |world: &World, node: usize| match world.nodes[node].said.last() {
+        Some(ToEngine::Leased { lease, offer, .. }) => (*lease, offer.clone()),
+        other => panic!("a lease, not {other:?}"),
+    };
+    let ((to, offer), (lease, _)) = (leased(&world, D), leased(&world, P));
+    let (seq, offer) = (RequestSeq(6), offer.expect("an offer"));
+    world.engine(P, ToDaemon::Send { seq, lease, offer });
+    let transfer = TransferId(1);
+    for region in 0..regions {
+        let checksums = Checksums {
+            region,
+            first: 0,
+            crcs: vec![0; slots as usize],
+        };
+        world.engine(
+            P,
+            ToDaemon::Seal {
+                transfer,
+                checksums,
+            },
+        );
+    }
+    let payload = Bytes::new();
+    world.engine(P, ToDaemon::Finish { transfer, payload });
+    world.settle();
+    let all = (0..regions)
+        .flat_map(|region| (0..slots).map(move |position| PageRef { region, position }));
+    let verified = ToDaemon::Verified {
+        lease: to,
+        attempt: 1,
+        corrupt: all.take(corrupt).collect(),
+    };
+    world.engine(D, verified);
+    world
+}
+
+#[test]
+fn as_many_pages_as_the_limit_are_sent_again_and_no_more() {
+    let most = limits::RESEND_PAGES_MAX;
+    assert_eq!(arrives_corrupt(most).received(), [], "they come again");
+    let failure = Failure::Corrupt {
+        pages: most as u64 + 1,
+        attempts: 1,
+    };
+    let world = arrives_corrupt(most + 1);
+    assert_eq!(world.received(), [Outcome::Failed(failure)]);
 }
 
 // S9: the limit itself is allowed, and one more is refused with both numbers.
