@@ -10,6 +10,7 @@
 
 mod chaos;
 mod guards;
+mod guards_source;
 mod scenarios;
 mod table;
 mod world;

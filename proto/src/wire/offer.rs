@@ -134,6 +134,15 @@ mod tests {
     }
 
     #[test]
+    fn an_offer_may_be_as_long_as_the_limit_and_no_longer() {
+        let peek = |bytes| Offer::peek(&Bytes::from(alloc::vec![0xff; bytes]));
+        let (bytes, want) = (OFFER_BYTES_MAX, OFFER_BYTES_MAX);
+        assert_eq!(peek(bytes), Err(DecodeError::Malformed { bytes }));
+        let got = want + 1;
+        assert_eq!(peek(got), Err(DecodeError::TooLong { got, want }));
+    }
+
+    #[test]
     fn no_changed_bit_of_an_offer_is_believed() {
         let signed = offer().sign(&Secret([1; 32]));
         for bit in 0..signed.len() * 8 {

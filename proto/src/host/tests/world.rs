@@ -15,7 +15,7 @@ use crate::ids::{
     SlotIndex, SlotRef, Tag, TenantId, TransferId,
 };
 use crate::outcome::Outcome;
-use crate::pool::{Arrangement, Layout, PageRef, PoolSpec, TokenRange};
+use crate::pool::{Arrangement, Layout, PageRef, PageRun, PoolSpec, TokenRange};
 use crate::time::Now;
 use crate::wire::{AbortPolicy, Checksums, PeerMessage, PlaneKind, Purpose, ToDaemon, ToEngine};
 
@@ -71,6 +71,8 @@ pub(super) struct Node {
     pub(super) armed: BTreeMap<GrantId, (PoolId, Vec<PageRef>)>,
     /// The source's open writers.
     pub(super) writers: BTreeMap<TransferId, GrantId>,
+    /// What they were told to write.
+    pub(super) written: Vec<PageRun>,
     pub(super) scrubs: VecDeque<(PoolId, Arc<[SlotRef]>)>,
 }
 
@@ -153,6 +155,7 @@ impl World {
             shut: false,
             armed: BTreeMap::new(),
             writers: BTreeMap::new(),
+            written: Vec::new(),
             scrubs: VecDeque::new(),
         };
         let mut world = Self {
@@ -272,6 +275,7 @@ impl World {
             }
             PlaneCommand::Write { transfer, run } => {
                 let grant = node.writers[&transfer];
+                node.written.push(run);
                 let bytes = u64::from(run.count) * u64::from(PAGE_BYTES);
                 (index, Event::Written(transfer, grant, bytes))
             }
