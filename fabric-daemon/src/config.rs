@@ -18,6 +18,8 @@ use fabric_proto::wire::{AbortPolicy, PlaneKind};
 use thiserror::Error;
 use tracing_subscriber::EnvFilter;
 
+use crate::plane::{VerbsMode, VerbsSettings};
+
 pub use template::template;
 
 /// Everything that an operator says, checked.
@@ -41,6 +43,8 @@ pub struct Config {
     pub shutdown_grace: Duration,
     /// What is logged, and how.
     pub log: Log,
+    /// The `verbs` plane, if it is among the planes.
+    pub verbs: VerbsSettings,
     /// Deliberate faults; none outside of tests.
     pub fault: Fault,
 }
@@ -180,6 +184,7 @@ impl Config {
             scrub: SCRUB.read(raw.scrub.policy.as_deref())?,
             shutdown_grace: GRACE.duration(raw.shutdown.grace_ms)?,
             log: log(raw.log)?,
+            verbs: verbs(raw.verbs)?,
             fault: fault(&raw.fault)?,
         })
     }
@@ -282,6 +287,16 @@ pub enum ConfigError {
         key: String,
         /// Its value.
         got: String,
+    },
+    /// Something that this daemon was built without.
+    #[error("{key}: \"{got}\" needs a fabric-daemon that was built with the feature {feature}")]
+    NotBuilt {
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        got: &'static str,
+        /// Of cargo.
+        feature: &'static str,
     },
     /// A path that no Unix socket can have.
     #[error("{key}: a path of {got} bytes is above the most allowed for a Unix socket, {most}")]
@@ -397,31 +412,53 @@ fn socket_path(key: &'static str, path: PathBuf) -> Result<PathBuf, ConfigError>
 }
 
 fn planes(raw: Option<Vec<String>>, has_shm: bool) -> Result<Vec<PlaneKind>, ConfigError> {
-    let words = raw.unwrap_or_else(|| {
-        PLANES
-            .words
-            .iter()
-            .map(|(word, _)| (*word).into())
-            .collect()
-    });
-    let mut planes = Vec::new();
-    for word in &words {
-        let plane = PLANES.read(Some(word))?;
-        if planes.contains(&plane) {
-            return Err(ConfigError::Duplicate {
-                key: PLANES.key.into(),
-                got: word.clone(),
-            });
-        }
-        planes.push(plane);
-    }
-    if planes.is_empty() {
-        return Err(ConfigError::Empty {
-            key: PLANES.key.into(),
+    let mut planes = list(&PLANES, raw, &[PlaneKind::Shm, PlaneKind::Quic])?;
+    if planes.contains(&PlaneKind::Verbs) && !cfg!(feature = "rdma") {
+        return Err(ConfigError::NotBuilt {
+            key: PLANES.key,
+            got: "verbs",
+            feature: "rdma",
         });
     }
     planes.retain(|plane| *plane != PlaneKind::Shm || has_shm);
     Ok(planes)
+}
+
+/// A list of words, none of them twice.
+fn list<T: Copy + PartialEq>(
+    choice: &Choice<T>,
+    raw: Option<Vec<String>>,
+    default: &[T],
+) -> Result<Vec<T>, ConfigError> {
+    let Some(words) = raw else {
+        return Ok(default.to_vec());
+    };
+    let mut values = Vec::new();
+    for word in &words {
+        let value = choice.read(Some(word))?;
+        if values.contains(&value) {
+            return Err(ConfigError::Duplicate {
+                key: choice.key.into(),
+                got: word.clone(),
+            });
+        }
+        values.push(value);
+    }
+    if values.is_empty() {
+        return Err(ConfigError::Empty {
+            key: choice.key.into(),
+        });
+    }
+    Ok(values)
+}
+
+fn verbs(raw: raw::Verbs) -> Result<VerbsSettings, ConfigError> {
+    let lanes = LANES.read(raw.lanes)?;
+    Ok(VerbsSettings {
+        devices: raw.devices.unwrap_or_default(),
+        modes: list(&MODES, raw.modes, &[VerbsMode::Window])?,
+        lanes: usize::try_from(lanes).expect("the bound is small"),
+    })
 }
 
 fn engines(raw: &[raw::Engine]) -> Result<Vec<EngineEntry>, ConfigError> {
@@ -552,8 +589,27 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 
 const PLANES: Choice<PlaneKind> = Choice {
     key: "planes",
-    words: &[("shm", PlaneKind::Shm), ("quic", PlaneKind::Quic)],
+    words: &[
+        ("shm", PlaneKind::Shm),
+        ("quic", PlaneKind::Quic),
+        ("verbs", PlaneKind::Verbs),
+    ],
     about: "Data planes, the preferred first.",
+};
+
+const MODES: Choice<VerbsMode> = Choice {
+    key: "verbs.modes",
+    words: &[("window", VerbsMode::Window), ("lane", VerbsMode::Lane)],
+    about: "How a peer's device may be let in, the preferred first.",
+};
+
+const LANES: Number = Number {
+    key: "verbs.lanes",
+    default: 8,
+    least: 1,
+    most: 256,
+    unit: "queue pairs",
+    about: "How many transfers from one peer may write at a time.",
 };
 
 const ABORT: Choice<AbortPolicy> = Choice {

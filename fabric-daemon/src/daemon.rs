@@ -22,8 +22,8 @@ use crate::config::Config;
 use crate::driver::{Driver, EVENTS_MAX, Event, Parts};
 use crate::link::{self, AllowList, BindError, Links, Own};
 use crate::metrics::Metrics;
-use crate::plane::{Pools, ShmError};
-use crate::planes::Planes;
+use crate::plane::Pools;
+use crate::planes::{PlaneStartError, Planes};
 use crate::scrub::Scrubber;
 use crate::session::{self, ListenError, Sessions};
 use crate::store::{Identity, Store, StoreError};
@@ -132,9 +132,9 @@ pub enum StartError {
     /// The operating system gives no random numbers.
     #[error("draw a secret: no random numbers")]
     Random,
-    /// The `shm` plane's socket.
-    #[error("listen.shm: {0}")]
-    Shm(#[from] ShmError),
+    /// A data plane.
+    #[error("{0}")]
+    Plane(#[from] PlaneStartError),
     /// A socket that was bound does not say where.
     #[error("ask a socket for its address: {0}")]
     Socket(#[from] io::Error),

@@ -176,7 +176,9 @@ impl Driver {
             }
             Output::Scrub { pool, slots } => parts.scrubber.submit(pool, slots),
             Output::Unmap { pool } => {
-                let pool = parts.pools.remove(pool);
+                let id = pool;
+                let pool = parts.pools.remove(id);
+                parts.shell.planes.pool_gone(id);
                 // Giving back many gigabytes takes a while.
                 tokio::task::spawn_blocking(move || drop(pool));
             }

@@ -65,7 +65,7 @@ pub(crate) struct Gauges {
     pub(crate) usage: Usage,
     pub(crate) links: usize,
     pub(crate) sessions: usize,
-    pub(crate) refused: [(PlaneKind, u64); 2],
+    pub(crate) refused: [(PlaneKind, u64); 3],
 }
 
 impl Metrics {
@@ -386,6 +386,7 @@ pub(crate) const fn plane_label(plane: PlaneKind) -> &'static str {
     match plane {
         PlaneKind::Quic => "quic",
         PlaneKind::Shm => "shm",
+        PlaneKind::Verbs => "verbs",
     }
 }
 
@@ -527,7 +528,7 @@ mod tests {
             },
             links: 2,
             sessions: 1,
-            refused: [(PlaneKind::Quic, 3), (PlaneKind::Shm, 0)],
+            refused: [(PlaneKind::Quic, 3), (PlaneKind::Shm, 0), (PlaneKind::Verbs, 0)],
         }
     }
 

@@ -4,21 +4,47 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fabric_proto::host::PlaneCommand;
-use fabric_proto::ids::LinkId;
+use fabric_proto::ids::{LinkId, PoolId};
 use fabric_proto::wire::PlaneKind;
 use quinn::Connection;
+use thiserror::Error;
 use tokio::sync::mpsc::Sender;
+use tracing::warn;
 
 use crate::config::{Config, Fault};
 use crate::driver::Event;
-use crate::link::About;
-use crate::plane::{Faults, Plane, Pools, QuicLimits, QuicPlane, ShmError, ShmPlane};
+use crate::link::{About, Side};
+use crate::plane::{
+    Faults, Introduced, Opener, Plane, Pools, QuicLimits, QuicPlane, ShmError, ShmPlane,
+    VerbsPlane, VerbsStartError,
+};
 
 /// The planes of a daemon.
 #[derive(Debug)]
 pub(crate) struct Planes {
     quic: Option<QuicPlane>,
     shm: Option<ShmPlane>,
+    verbs: Option<VerbsPlane>,
+}
+
+/// Why a plane cannot start.
+#[derive(Debug, Error)]
+pub enum PlaneStartError {
+    /// The `shm` plane's socket.
+    #[error("listen.shm: {0}")]
+    Shm(#[from] ShmError),
+    /// The devices of the `verbs` plane.
+    #[error("planes: \"verbs\": {0}")]
+    Verbs(#[from] VerbsStartError),
+}
+
+/// What a link's peer has that the planes need.
+#[derive(Debug)]
+pub(crate) struct Reach {
+    /// Where its `shm` plane listens.
+    pub(crate) shm_path: Option<PathBuf>,
+    /// Its `verbs` plane, if the two can use it.
+    pub(crate) verbs: Option<Introduced>,
 }
 
 impl Planes {
@@ -27,7 +53,7 @@ impl Planes {
         config: &Config,
         pools: &Arc<Pools>,
         events: &Sender<Event>,
-    ) -> Result<Self, ShmError> {
+    ) -> Result<Self, PlaneStartError> {
         let faults = Arc::new(faults(config.fault));
         let has = |kind| config.planes.contains(&kind);
         let quic = has(PlaneKind::Quic).then(|| {
@@ -47,9 +73,19 @@ impl Planes {
                 Arc::clone(&faults),
             )
         });
+        let verbs = has(PlaneKind::Verbs).then(|| {
+            VerbsPlane::new(
+                Arc::clone(pools),
+                events.clone(),
+                config.verbs.clone(),
+                config.transfer.outstanding_bytes_max,
+                Arc::clone(&faults),
+            )
+        });
         Ok(Self {
             quic,
             shm: shm.transpose()?,
+            verbs: verbs.transpose()?,
         })
     }
 
@@ -58,9 +94,32 @@ impl Planes {
         let plane: Option<&dyn Plane> = match kind {
             PlaneKind::Quic => self.quic.as_ref().map(|plane| plane as &dyn Plane),
             PlaneKind::Shm => self.shm.as_ref().map(|plane| plane as &dyn Plane),
+            PlaneKind::Verbs => self.verbs.as_ref().map(|plane| plane as &dyn Plane),
         };
         let plane = plane.expect("the machine uses the planes of its links, which are these");
         plane.submit(command);
+    }
+
+    /// Introduces the planes that need it to those of a connection's other end. An error is one of
+    /// the connection's; a plane that cannot be used is said, and left out.
+    pub(crate) async fn introduce(
+        &self,
+        connection: &Connection,
+        side: Side,
+    ) -> Result<Option<Introduced>, String> {
+        let Some(verbs) = &self.verbs else {
+            return Ok(None);
+        };
+        let opener = match side {
+            Side::Accepted => Opener::Peer,
+            Side::Dialled => Opener::Us,
+        };
+        let introduced = verbs.introduce(connection, opener).await?;
+        if introduced.is_none() {
+            let address = connection.remote_address();
+            warn!(%address, "no RDMA path to a peer: some lane carries no message");
+        }
+        Ok(introduced)
     }
 
     /// Says that a link is up, before the machine hears of it.
@@ -69,10 +128,13 @@ impl Planes {
         link: LinkId,
         about: &About,
         connection: &Connection,
-        shm_path: Option<PathBuf>,
+        reach: Reach,
     ) {
+        if let (Some(verbs), Some(introduced)) = (&self.verbs, reach.verbs) {
+            verbs.link_up(link, introduced);
+        }
         for kind in &about.planes {
-            match (kind, &self.quic, &self.shm, &shm_path) {
+            match (kind, &self.quic, &self.shm, &reach.shm_path) {
                 (PlaneKind::Quic, Some(quic), _, _) => quic.link_up(link, connection.clone()),
                 (PlaneKind::Shm, _, Some(shm), Some(path)) => {
                     shm.link_up(link, Some(about.node), path.clone());
@@ -90,6 +152,21 @@ impl Planes {
         if let Some(shm) = &self.shm {
             shm.link_down(link);
         }
+        if let Some(verbs) = &self.verbs {
+            verbs.link_down(link);
+        }
+    }
+
+    /// Says that a pool is gone, after it has been taken out of the pools.
+    pub(crate) fn pool_gone(&self, pool: PoolId) {
+        if let Some(verbs) = &self.verbs {
+            verbs.pool_gone(pool);
+        }
+    }
+
+    /// What the `verbs` plane has of each kind of object.
+    pub(crate) fn verbs_objects(&self) -> Option<[(&'static str, u64); 3]> {
+        self.verbs.as_ref().map(VerbsPlane::objects)
     }
 
     /// The planes of the link to ourselves.
@@ -98,10 +175,15 @@ impl Planes {
     }
 
     /// Streams and writers that were refused, by plane.
-    pub(crate) fn refused(&self) -> [(PlaneKind, u64); 2] {
+    pub(crate) fn refused(&self) -> [(PlaneKind, u64); 3] {
         let quic = self.quic.as_ref().map_or(0, QuicPlane::streams_refused);
         let shm = self.shm.as_ref().map_or(0, ShmPlane::peers_refused);
-        [(PlaneKind::Quic, quic), (PlaneKind::Shm, shm)]
+        let verbs = self.verbs.as_ref().map_or(0, VerbsPlane::peers_refused);
+        [
+            (PlaneKind::Quic, quic),
+            (PlaneKind::Shm, shm),
+            (PlaneKind::Verbs, verbs),
+        ]
     }
 }
 

@@ -83,6 +83,13 @@ impl Mapping {
         wide(self.raw.len())
     }
 
+    /// Returns where the mapping begins, for whoever hands it to a NIC. It is mapped for as long as
+    /// this value lives.
+    #[must_use]
+    pub fn as_mut_ptr(&self) -> *mut u8 {
+        self.raw.as_mut_ptr()
+    }
+
     /// Copies `source` to `offset`.
     ///
     /// # Errors

@@ -17,6 +17,15 @@ pub(super) struct Config {
     pub(super) shutdown: Shutdown,
     pub(super) log: Log,
     pub(super) fault: Fault,
+    pub(super) verbs: Verbs,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct Verbs {
+    pub(super) devices: Option<Vec<String>>,
+    pub(super) modes: Option<Vec<String>>,
+    pub(super) lanes: Option<i64>,
 }
 
 #[derive(Debug, Default, Deserialize)]

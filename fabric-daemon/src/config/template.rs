@@ -4,9 +4,19 @@ use std::fmt::Write;
 
 use super::{
     ABORT, ATTEMPTS, Choice, DRAIN, FLIP, GRACE, LISTEN_ADMIN, LISTEN_ENGINES, LISTEN_PEERS,
-    LISTEN_SHM, LOG_FORMAT, LOG_LEVEL, Number, OFFER_TTL, OPEN, OUTSTANDING, PLANES, SCRUB,
+    LANES, LISTEN_SHM, LOG_FORMAT, LOG_LEVEL, Number, OFFER_TTL, OPEN, OUTSTANDING, PLANES, SCRUB,
     SILENCE, STALL, STATE_DIR, VERIFY,
 };
+
+const VERBS: &str = r#"
+[verbs]
+# RDMA devices to use; all of them, if there are none here.
+devices = []
+# How a peer's device may be let in, the preferred first. "window": to the pages of its grant, for as
+# long as that is open. "lane": to the whole pool, and stopped by its own word or with its queue
+# pair: for peers that are trusted like this daemon itself.
+modes = ["window"]
+"#;
 
 /// A configuration file with every key, each with what it means, its default, unit and bounds.
 ///
@@ -22,7 +32,8 @@ pub fn template() -> String {
 state_dir = "{STATE_DIR}"
 
 # {about} Each is one of {planes}.
-# "shm" is for two pools on one host, and needs listen.shm; "quic" is for any two hosts.
+# "shm" is for two pools on one host, and needs listen.shm; "quic" is for any two hosts; "verbs" is
+# RDMA, and needs a build with the feature rdma and a device with an active port.
 planes = ["shm", "quic"]
 
 [listen]
@@ -65,6 +76,8 @@ engines = "{LISTEN_ENGINES}"
     for key in [&OFFER_TTL, &OPEN, &SILENCE, &DRAIN, &VERIFY] {
         number(&mut text, key);
     }
+    text.push_str(VERBS);
+    number(&mut text, &LANES);
     text.push_str("\n[scrub]\n");
     choice(&mut text, &SCRUB);
     text.push_str("\n[shutdown]\n");

@@ -82,7 +82,7 @@ fn a_word_that_is_none_of_the_choices_is_named_with_them() {
     );
     assert_eq!(
         error("planes = [\"rdma\"]"),
-        "planes: \"rdma\" is not one of \"shm\", \"quic\""
+        "planes: \"rdma\" is not one of \"shm\", \"quic\", \"verbs\""
     );
     assert_eq!(
         error("[transfer]\nabort = \"no\""),

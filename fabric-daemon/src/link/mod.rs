@@ -45,8 +45,8 @@ use self::frames::{Reader, ReceiveError};
 use self::hello::{HelloError, Introduction};
 use crate::driver::Event;
 use crate::metrics::Metrics;
-use crate::plane::{UDP_PAYLOAD_BYTES_MAX, transport_config};
-use crate::planes::Planes;
+use crate::plane::{Introduced, UDP_PAYLOAD_BYTES_MAX, transport_config};
+use crate::planes::{Planes, Reach};
 use crate::registry::{Closing, Outgoing, Registry};
 use crate::store::{CERTIFICATE_NAME, Identity};
 
@@ -130,9 +130,9 @@ impl Links {
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>, BindError> {
         let allowed = Arc::new(allowed);
-        // The control stream, which whoever connects opens, is the one that there is.
+        // The control stream, and then that of the verbs plane: whoever connects opens both.
         let mut accepting = transport_config(own.outstanding_bytes_max);
-        accepting.max_concurrent_bidi_streams(VarInt::from_u32(1));
+        accepting.max_concurrent_bidi_streams(VarInt::from_u32(2));
         let mut transport = transport_config(own.outstanding_bytes_max);
         transport.max_concurrent_bidi_streams(VarInt::from_u32(0));
         let crypto = tls::server(&identity, Arc::clone(&allowed))?;
@@ -289,7 +289,7 @@ impl Links {
     async fn introduce(&self, connection: Connection, side: Side) -> Result<Up, LinkError> {
         let introduced = timely(async { Ok(hello::exchange(&self.own, &connection, side).await?) });
         let result = match introduced.await {
-            Ok(introduction) => self.register(connection.clone(), introduction, side),
+            Ok(introduction) => self.acquaint(&connection, introduction, side).await,
             Err(error) => Err(error),
         };
         if let Err(error) = &result {
@@ -298,11 +298,32 @@ impl Links {
         result
     }
 
+    /// Introduces the planes, where both ends have one that needs it, and registers the link.
+    async fn acquaint(
+        &self,
+        connection: &Connection,
+        introduction: Introduction,
+        side: Side,
+    ) -> Result<Up, LinkError> {
+        // A peer that nobody knows gets no queue pairs.
+        let node = tls::peer_node(connection).ok_or(LinkError::NotListed)?;
+        self.allowed.find(node).ok_or(LinkError::NotListed)?;
+        let mut planes = self.own.planes_with(&introduction.peer);
+        let mut verbs = None;
+        if planes.contains(&PlaneKind::Verbs) {
+            let introduced = self.planes.introduce(connection, side).await;
+            verbs = introduced.map_err(LinkError::Verbs)?;
+            planes.retain(|plane| *plane != PlaneKind::Verbs || verbs.is_some());
+        }
+        self.register(connection.clone(), introduction, side, (planes, verbs))
+    }
+
     fn register(
         &self,
         connection: Connection,
         introduction: Introduction,
         side: Side,
+        (planes, verbs): (Vec<PlaneKind>, Option<Introduced>),
     ) -> Result<Up, LinkError> {
         let node = tls::peer_node(&connection).ok_or(LinkError::NotListed)?;
         let allowed = self.allowed.find(node).ok_or(LinkError::NotListed)?;
@@ -318,7 +339,7 @@ impl Links {
             name: allowed.name.clone(),
             address: connection.remote_address(),
             incarnation: peer.incarnation,
-            planes: self.own.planes_with(&peer),
+            planes,
             side,
         };
         // Held until the link is listed: so an older life cannot slip in behind the check.
@@ -340,8 +361,12 @@ impl Links {
         let link = LinkId(self.next_link.fetch_add(1, Ordering::Relaxed));
         let (outgoing, closing) = self.registry.insert(link, about.clone());
         drop(seen);
+        let reach = Reach {
+            shm_path: peer.shm_path,
+            verbs,
+        };
         self.planes
-            .link_up(link, &about, &connection, peer.shm_path);
+            .link_up(link, &about, &connection, reach);
         Ok(Up {
             link,
             about,
@@ -511,6 +536,8 @@ enum LinkError {
     Tls(#[from] TlsError),
     #[error("no answer within {0:?}")]
     Unreachable(Duration),
+    #[error("the verbs plane of the peer: {0}")]
+    Verbs(String),
 }
 
 impl LinkError {
@@ -526,7 +553,8 @@ impl LinkError {
             | Self::Connection(_)
             | Self::NotRestarted { .. }
             | Self::Tls(_)
-            | Self::Unreachable(_) => Code::Goodbye,
+            | Self::Unreachable(_)
+            | Self::Verbs(_) => Code::Goodbye,
         }
     }
 
@@ -542,6 +570,7 @@ impl LinkError {
             Self::NotRestarted { .. } => "not_restarted",
             Self::Stale { .. } => "stale_incarnation",
             Self::Unreachable(_) => "unreachable",
+            Self::Verbs(_) => "verbs",
         }
     }
 }

@@ -99,7 +99,7 @@ impl Node {
             usage: Usage::default(),
             links: self.links.count(),
             sessions: 0,
-            refused: [(PlaneKind::Quic, 0), (PlaneKind::Shm, 0)],
+            refused: [(PlaneKind::Quic, 0), (PlaneKind::Shm, 0), (PlaneKind::Verbs, 0)],
         });
         assert!(text.contains(line), "{line} is missing from\n{text}");
     }

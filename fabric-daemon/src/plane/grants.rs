@@ -39,14 +39,22 @@ use super::{PIECE_BYTES_MAX, lock};
 
 /// The proof that no write under a grant can still land.
 ///
-/// It has no constructor, and its fields are private to this file, which makes one in two places:
-/// where a grant's gate has been closed under the lock that every copy takes, and where a grant
-/// never came to be.
+/// Its fields are private to this file, which makes one in three places: where a grant's gate has
+/// been closed under the lock that every copy takes, where a grant never came to be, and, for the
+/// `verbs` plane, from its own proof that hardware has taken the writer's rights back.
 #[derive(Debug)]
 #[must_use = "the slots stay held until the machine has it"]
 pub struct GrantStopped {
     grant: GrantId,
     by: StoppedBy,
+}
+
+#[cfg(feature = "rdma")]
+impl GrantStopped {
+    // S1: there is a `Revoked` only where no key opens the grant's slots any more.
+    pub(super) fn by_hardware(grant: GrantId, by: StoppedBy, _proof: super::verbs::Revoked) -> Self {
+        Self { grant, by }
+    }
 }
 
 impl WritesStopped for GrantStopped {

@@ -9,13 +9,16 @@
 //!            Written, WriterFailed, ReadsStopped         Armed, Landed, WritesStopped
 //! ```
 //!
-//! Two rules hold all of it up, and each has one place:
+//! Three rules hold all of it up, and each has one place:
 //!
 //! 1. `grants`: every byte that a plane puts into a pool is put there under the lock of an open
 //!    grant, its `gate`. A grant is closed under that lock, and only then is there a
 //!    [`GrantStopped`].
 //! 2. `source`: whatever reads a pool to send from it does so through one value that is never
 //!    copied. When that value is gone, and only then, there is a [`SourceStopped`].
+//!
+//! 3. `verbs::lanes`: where the source's device writes by itself, the proof is that the destination's
+//!    has taken its rights back.
 //!
 //! Both proofs are made when a value is dropped at the latest, so a task that fails, panics or is
 //! aborted still gives its evidence, and gives it once.
@@ -32,11 +35,14 @@ mod shm;
 mod source;
 #[cfg(test)]
 mod testing;
+#[cfg_attr(not(feature = "rdma"), path = "no_verbs.rs")]
+mod verbs;
+mod verbs_settings;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fabric_proto::host::{PlaneCommand, Proofs};
-use fabric_proto::ids::LinkId;
+use fabric_proto::ids::{LinkId, PoolId};
 use fabric_proto::wire::PlaneKind;
 
 pub use faults::Faults;
@@ -45,6 +51,10 @@ pub use pools::{Pool, Pools};
 pub use quic::{QuicLimits, QuicPlane, UDP_PAYLOAD_BYTES_MAX, transport_config};
 pub use shm::{ShmError, ShmPlane};
 pub use source::SourceStopped;
+pub use verbs::{VerbsPlane, VerbsStartError};
+pub use verbs_settings::{VerbsMode, VerbsSettings};
+
+pub(crate) use verbs::{Introduced, Opener};
 
 /// One way to move pages.
 ///
@@ -56,6 +66,9 @@ pub trait Plane: Send + Sync {
     /// Takes a command. Never blocks and never fails: how much is outstanding is bounded by the
     /// machine, and what went wrong comes back as an input.
     fn submit(&self, command: PlaneCommand);
+
+    /// Hears that a pool is gone: its memory is to be let go with the last that uses it.
+    fn pool_gone(&self, _pool: PoolId) {}
 
     /// Hears that a link is down: everything that was sent or received on it is over.
     fn link_down(&self, link: LinkId);

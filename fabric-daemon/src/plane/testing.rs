@@ -1,6 +1,7 @@
 //! What the planes' tests share: pools with shadows, two sides of a plane, and the tests that every
 //! plane must pass.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,7 +15,42 @@ use fabric_proto::ids::{
 use fabric_proto::pool::{Arrangement, Layout, PageRun, PoolSpec};
 use tokio::sync::mpsc::{Receiver, Sender};
 
-use super::{Plane, PlaneProofs, Pool, Pools};
+use quinn::rustls::pki_types::PrivatePkcs8KeyDer;
+use quinn::{ClientConfig, Connection, Endpoint, EndpointConfig, ServerConfig, TokioRuntime};
+
+use super::{Plane, PlaneProofs, Pool, Pools, UDP_PAYLOAD_BYTES_MAX, transport_config};
+
+fn endpoint(server: Option<ServerConfig>) -> Endpoint {
+    let mut config = EndpointConfig::default();
+    config.max_udp_payload_size(UDP_PAYLOAD_BYTES_MAX).unwrap();
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let socket = std::net::UdpSocket::bind(address).unwrap();
+    Endpoint::new(config, server, socket, Arc::new(TokioRuntime)).unwrap()
+}
+
+/// Two ends of a connection on loopback, configured as links are.
+pub(super) async fn connect() -> (Connection, Connection) {
+    let certified = rcgen::generate_simple_self_signed(vec!["node".into()]).unwrap();
+    let certificate = certified.cert.der().clone();
+    let key = PrivatePkcs8KeyDer::from(certified.signing_key.serialize_der());
+    let transport = Arc::new(transport_config(16 << 20));
+    let mut server = ServerConfig::with_single_cert(vec![certificate.clone()], key.into()).unwrap();
+    server.transport_config(Arc::clone(&transport));
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(certificate).unwrap();
+    let mut client = ClientConfig::with_root_certificates(Arc::new(roots)).unwrap();
+    client.transport_config(transport);
+
+    let server = endpoint(Some(server));
+    let mut client_endpoint = endpoint(None);
+    client_endpoint.set_default_client_config(client);
+    let connecting = client_endpoint
+        .connect(server.local_addr().unwrap(), "node")
+        .unwrap();
+    let accepting = async { server.accept().await.unwrap().await.unwrap() };
+    let (connected, accepted) = tokio::join!(connecting, accepting);
+    (connected.unwrap(), accepted)
+}
 
 /// xorshift64*: seeded, so that a failure repeats.
 pub(super) struct Random(u64);
@@ -264,6 +300,7 @@ impl Side {
         let bytes = random.bytes(usize::try_from(spec.bytes()).unwrap());
         pool.memory.write(0, &bytes).unwrap();
         drop(self.pools.remove(self.pool_id()));
+        self.plane.pool_gone(self.pool_id());
         self.pool.fetch_add(1, Ordering::Relaxed);
         self.pools.insert(self.pool_id(), pool);
         bytes
@@ -660,7 +697,11 @@ pub(super) async fn flipped_pages_arrive_flipped(pair: &mut Pair, faults: &super
 
 /// A writer that stalls posts about as many bytes as asked for, drains nothing, and can be stopped.
 #[cfg(feature = "fault-injection")]
-pub(super) async fn stalled_writer_is_silent_until_it_is_stopped(pair: &mut Pair, after: u64) {
+pub(super) async fn stalled_writer_is_silent_until_it_is_stopped(
+    pair: &mut Pair,
+    after: u64,
+    stopped_by: StoppedBy,
+) {
     let spec = spec(1, 1000, 32);
     pair.fill(spec, &mut Random::new(20));
     let slots: Vec<u32> = (0..32).collect();
@@ -680,6 +721,6 @@ pub(super) async fn stalled_writer_is_silent_until_it_is_stopped(pair: &mut Pair
     );
     pair.source.stop(1);
     pair.source.wait_reads_stopped(1).await;
-    assert_eq!(pair.target.wait_writes_stopped(1).await, StoppedBy::Fence);
+    assert_eq!(pair.target.wait_writes_stopped(1).await, stopped_by);
     pair.finish(1..=1).await;
 }

@@ -374,6 +374,7 @@ fn encode_plane(plane: PlaneKind) -> u32 {
     match plane {
         PlaneKind::Quic => 1,
         PlaneKind::Shm => 2,
+        PlaneKind::Verbs => 3,
     }
 }
 
@@ -381,10 +382,11 @@ fn plane(plane: u32) -> Decoded<PlaneKind> {
     match plane {
         1 => Ok(PlaneKind::Quic),
         2 => Ok(PlaneKind::Shm),
+        3 => Ok(PlaneKind::Verbs),
         got => Err(DecodeError::Field {
             field: "plane",
             got: u64::from(got),
-            want: 2,
+            want: 3,
         }),
     }
 }

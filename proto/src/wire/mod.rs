@@ -51,6 +51,8 @@ pub enum PlaneKind {
     Quic,
     /// The destination's daemon copies: both pools on one host.
     Shm,
+    /// RDMA: the source's device writes.
+    Verbs,
 }
 
 /// Checksums of consecutive pages of one region.

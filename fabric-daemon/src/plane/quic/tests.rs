@@ -1,47 +1,13 @@
 //! Over real connections on loopback.
 
-use std::net::{Ipv4Addr, SocketAddr};
-
 use fabric_proto::host::StoppedBy;
-use quinn::rustls::pki_types::PrivatePkcs8KeyDer;
-use quinn::{ClientConfig, Connection, Endpoint, EndpointConfig, ServerConfig, TokioRuntime};
+use quinn::Connection;
 
 use super::*;
 use crate::plane::testing::{self, Pair, Random, Side};
 
 const OUT: LinkId = LinkId(1);
 const BACK: LinkId = LinkId(2);
-
-fn endpoint(server: Option<ServerConfig>) -> Endpoint {
-    let mut config = EndpointConfig::default();
-    config.max_udp_payload_size(UDP_PAYLOAD_BYTES_MAX).unwrap();
-    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    let socket = std::net::UdpSocket::bind(address).unwrap();
-    Endpoint::new(config, server, socket, Arc::new(TokioRuntime)).unwrap()
-}
-
-async fn connect() -> (Connection, Connection) {
-    let certified = rcgen::generate_simple_self_signed(vec!["node".into()]).unwrap();
-    let certificate = certified.cert.der().clone();
-    let key = PrivatePkcs8KeyDer::from(certified.signing_key.serialize_der());
-    let transport = Arc::new(transport_config(16 << 20));
-    let mut server = ServerConfig::with_single_cert(vec![certificate.clone()], key.into()).unwrap();
-    server.transport_config(Arc::clone(&transport));
-    let mut roots = rustls::RootCertStore::empty();
-    roots.add(certificate).unwrap();
-    let mut client = ClientConfig::with_root_certificates(Arc::new(roots)).unwrap();
-    client.transport_config(transport);
-
-    let server = endpoint(Some(server));
-    let mut client_endpoint = endpoint(None);
-    client_endpoint.set_default_client_config(client);
-    let connecting = client_endpoint
-        .connect(server.local_addr().unwrap(), "node")
-        .unwrap();
-    let accepting = async { server.accept().await.unwrap().await.unwrap() };
-    let (connected, accepted) = tokio::join!(connecting, accepting);
-    (connected.unwrap(), accepted)
-}
 
 fn side(link: LinkId, connection: Connection) -> Side {
     faulty_side(link, connection, Arc::default())
@@ -56,7 +22,7 @@ fn faulty_side(link: LinkId, connection: Connection, faults: Arc<Faults>) -> Sid
 }
 
 async fn pair() -> Pair {
-    let (here, there) = connect().await;
+    let (here, there) = testing::connect().await;
     Pair {
         source: side(OUT, here),
         target: side(BACK, there),
@@ -107,7 +73,7 @@ async fn unknown_pools_and_links_are_answered() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_connection_ends_grant_and_writer() {
-    let (here, there) = connect().await;
+    let (here, there) = testing::connect().await;
     let (mut source, mut target) = (side(OUT, here.clone()), side(BACK, there));
     let mut random = Random::new(21);
     let spec = testing::spec(1, 1 << 20, 8);
@@ -130,7 +96,7 @@ async fn killed_connection_ends_grant_and_writer() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn garbage_streams_are_refused_without_effect() {
-    let (here, there) = connect().await;
+    let (here, there) = testing::connect().await;
     let mut target = side(BACK, there);
     let mut random = Random::new(22);
     let before = target.fill(testing::spec(1, 1000, 8), &mut random);
@@ -162,7 +128,7 @@ async fn garbage_streams_are_refused_without_effect() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn end_inside_a_run_is_no_drain() {
-    let (here, there) = connect().await;
+    let (here, there) = testing::connect().await;
     let mut target = side(BACK, there);
     target.fill(testing::spec(1, 1000, 8), &mut Random::new(23));
     for (grant, cut) in [(1, 1), (2, 5), (3, 10), (4, 11), (5, 1009)] {
@@ -184,7 +150,7 @@ async fn end_inside_a_run_is_no_drain() {
 
 #[cfg(feature = "fault-injection")]
 async fn faulty_pair(faults: &Arc<Faults>) -> Pair {
-    let (here, there) = connect().await;
+    let (here, there) = testing::connect().await;
     Pair {
         source: faulty_side(OUT, here, Arc::clone(faults)),
         target: faulty_side(BACK, there, Arc::clone(faults)),
@@ -208,6 +174,6 @@ async fn stalled_writer_is_silent_until_it_is_stopped() {
         stall_after_bytes,
         ..Faults::default()
     });
-    testing::stalled_writer_is_silent_until_it_is_stopped(&mut faulty_pair(&faults).await, 4500)
-        .await;
+    let mut pair = faulty_pair(&faults).await;
+    testing::stalled_writer_is_silent_until_it_is_stopped(&mut pair, 4500, StoppedBy::Fence).await;
 }

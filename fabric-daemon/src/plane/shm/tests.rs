@@ -398,5 +398,5 @@ async fn stalled_writer_is_silent_until_it_is_stopped() {
         ..Faults::default()
     });
     let (_directory, mut pair) = faulty_pair(&faults);
-    testing::stalled_writer_is_silent_until_it_is_stopped(&mut pair, 4500).await;
+    testing::stalled_writer_is_silent_until_it_is_stopped(&mut pair, 4500, StoppedBy::Fence).await;
 }

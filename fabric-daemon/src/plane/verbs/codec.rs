@@ -1,0 +1,421 @@
+//! What two planes say to each other, on a stream of their link: which ports they have, which lanes
+//! there are, and what a grant's writer may write. Little-endian; each frame has its length first.
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use fabric_proto::ids::{GrantId, Secret};
+use quinn::{ReadExactError, RecvStream, SendStream, WriteError};
+use thiserror::Error;
+
+use super::extents::{Extent, Reach};
+use super::ffi::{Gid, RKey};
+
+/// A message between planes.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Message {
+    /// Always the first, both ways: the sender's ports, in the order that lanes name them by.
+    Rails(Vec<RailAddress>),
+    /// A queue pair of the sender, who will grant through it; the receiver is to connect one.
+    Lane(LaneOffer),
+    /// The receiver's end of a lane is connected.
+    LaneReady {
+        /// As offered.
+        lane: LaneNumber,
+        /// The queue pair's.
+        number: u32,
+        /// Its first packet's.
+        first: u32,
+    },
+    /// A lane is no more, whoever offered it.
+    LaneGone {
+        /// Which.
+        lane: LaneNumber,
+        /// Whether the sender of this offered it.
+        offered_by_sender: bool,
+    },
+    /// Whether messages go through every lane of the sender: the end of the introduction.
+    Usable(bool),
+    /// Where a grant's writer may write, and through which lane of the sender.
+    Reach {
+        /// Which grant.
+        grant: GrantId,
+        /// What the machine's writer must show.
+        key: Secret,
+        /// Which lane.
+        lane: LaneNumber,
+        /// Where.
+        reach: Reach,
+    },
+    /// A grant is closed.
+    Closed {
+        /// Which.
+        grant: GrantId,
+    },
+}
+
+/// A lane's number: unique among those that its destination offers on one link.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) struct LaneNumber(pub(super) u32);
+
+/// A port, as a peer needs to know it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct RailAddress {
+    pub(super) gid: Gid,
+    pub(super) lid: u16,
+    pub(super) mtu: u8,
+    pub(super) is_ethernet: bool,
+}
+
+/// One end of a lane.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct LaneOffer {
+    pub(super) lane: LaneNumber,
+    /// Which of the sender's ports.
+    pub(super) rail: u8,
+    /// Which of the receiver's.
+    pub(super) their_rail: u8,
+    /// The queue pair's.
+    pub(super) number: u32,
+    /// Its first packet's.
+    pub(super) first: u32,
+}
+
+impl Message {
+    /// The message with its length.
+    pub(super) fn encode(&self) -> Bytes {
+        let mut frame = BytesMut::new();
+        frame.put_u32_le(0);
+        match self {
+            Self::Rails(rails) => {
+                frame.put_u8(1);
+                for rail in rails {
+                    frame.put_slice(&rail.gid.0);
+                    frame.put_u16_le(rail.lid);
+                    frame.put_u8(rail.mtu);
+                    frame.put_u8(rail.is_ethernet.into());
+                }
+            }
+            Self::Lane(offer) => {
+                frame.put_u8(2);
+                frame.put_u32_le(offer.lane.0);
+                frame.put_u8(offer.rail);
+                frame.put_u8(offer.their_rail);
+                frame.put_u32_le(offer.number);
+                frame.put_u32_le(offer.first);
+            }
+            Self::LaneReady {
+                lane,
+                number,
+                first,
+            } => {
+                frame.put_u8(3);
+                frame.put_u32_le(lane.0);
+                frame.put_u32_le(*number);
+                frame.put_u32_le(*first);
+            }
+            Self::LaneGone {
+                lane,
+                offered_by_sender,
+            } => {
+                frame.put_u8(4);
+                frame.put_u32_le(lane.0);
+                frame.put_u8((*offered_by_sender).into());
+            }
+            Self::Usable(usable) => {
+                frame.put_u8(5);
+                frame.put_u8((*usable).into());
+            }
+            Self::Reach {
+                grant,
+                key,
+                lane,
+                reach,
+            } => {
+                frame.put_u8(6);
+                frame.put_u64_le(grant.0);
+                frame.put_slice(&key.0);
+                frame.put_u32_le(lane.0);
+                encode_reach(&mut frame, reach);
+            }
+            Self::Closed { grant } => {
+                frame.put_u8(7);
+                frame.put_u64_le(grant.0);
+            }
+        }
+        let bytes = u32::try_from(frame.len() - 4).expect("a frame is bounded by its parts");
+        frame[..4].copy_from_slice(&bytes.to_le_bytes());
+        frame.freeze()
+    }
+
+    /// Total: any bytes are a message or an error.
+    fn decode(mut frame: Bytes) -> Result<Self, DecodeError> {
+        let kind = frame.try_get_u8()?;
+        let message = match kind {
+            1 => {
+                let mut rails = Vec::new();
+                while frame.has_remaining() {
+                    if rails.len() == RAILS_MAX {
+                        return Err(DecodeError::Rails);
+                    }
+                    rails.push(decode_rail(&mut frame)?);
+                }
+                Self::Rails(rails)
+            }
+            2 => Self::Lane(LaneOffer {
+                lane: LaneNumber(frame.try_get_u32_le()?),
+                rail: frame.try_get_u8()?,
+                their_rail: frame.try_get_u8()?,
+                number: frame.try_get_u32_le()?,
+                first: frame.try_get_u32_le()?,
+            }),
+            3 => Self::LaneReady {
+                lane: LaneNumber(frame.try_get_u32_le()?),
+                number: frame.try_get_u32_le()?,
+                first: frame.try_get_u32_le()?,
+            },
+            4 => Self::LaneGone {
+                lane: LaneNumber(frame.try_get_u32_le()?),
+                offered_by_sender: frame.try_get_u8()? != 0,
+            },
+            5 => Self::Usable(frame.try_get_u8()? != 0),
+            6 => {
+                let grant = GrantId(frame.try_get_u64_le()?);
+                let mut key = [0; 32];
+                frame.try_copy_to_slice(&mut key)?;
+                Self::Reach {
+                    grant,
+                    key: Secret(key),
+                    lane: LaneNumber(frame.try_get_u32_le()?),
+                    reach: decode_reach(&mut frame)?,
+                }
+            }
+            7 => Self::Closed {
+                grant: GrantId(frame.try_get_u64_le()?),
+            },
+            other => return Err(DecodeError::Kind(other)),
+        };
+        match frame.remaining() {
+            0 => Ok(message),
+            bytes => Err(DecodeError::Trailing { bytes }),
+        }
+    }
+}
+
+/// Receives the next message; `None` where the peer has finished the stream.
+pub(super) async fn receive(stream: &mut RecvStream) -> Result<Option<Message>, ReceiveError> {
+    let mut head = [0; 4];
+    match stream.read_exact(&mut head).await {
+        Ok(()) => {}
+        Err(ReadExactError::FinishedEarly(0)) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    }
+    let bytes = usize::try_from(u32::from_le_bytes(head)).expect("usize has 32 bits or more");
+    if bytes > FRAME_BYTES_MAX {
+        let (got, want) = (bytes, FRAME_BYTES_MAX);
+        return Err(ReceiveError::TooLong { got, want });
+    }
+    let mut frame = BytesMut::zeroed(bytes);
+    stream.read_exact(&mut frame).await?;
+    Ok(Some(Message::decode(frame.freeze())?))
+}
+
+/// Sends a message.
+pub(super) async fn send(stream: &mut SendStream, message: &Message) -> Result<(), WriteError> {
+    stream.write_all(&message.encode()).await
+}
+
+/// Why there is no next message.
+#[derive(Debug, Error)]
+pub(super) enum ReceiveError {
+    #[error("{0}")]
+    Decode(#[from] DecodeError),
+    #[error("{0}")]
+    Read(#[from] ReadExactError),
+    #[error("a message of {got} bytes, at most {want}")]
+    TooLong { got: usize, want: usize },
+}
+
+/// Bytes that are no message.
+#[derive(Clone, Debug, Eq, Error, PartialEq)]
+pub(super) enum DecodeError {
+    #[error("extents that are out of order, none, or too many")]
+    Extents,
+    #[error("no message has the kind {0}")]
+    Kind(u8),
+    #[error("more than {RAILS_MAX} ports")]
+    Rails,
+    #[error("{bytes} bytes after a message")]
+    Trailing { bytes: usize },
+    #[error("a message that ends early")]
+    Truncated,
+}
+
+impl From<bytes::TryGetError> for DecodeError {
+    fn from(_: bytes::TryGetError) -> Self {
+        Self::Truncated
+    }
+}
+
+fn decode_rail(frame: &mut Bytes) -> Result<RailAddress, DecodeError> {
+    let mut gid = [0; 16];
+    frame.try_copy_to_slice(&mut gid)?;
+    Ok(RailAddress {
+        gid: Gid(gid),
+        lid: frame.try_get_u16_le()?,
+        mtu: frame.try_get_u8()?,
+        is_ethernet: frame.try_get_u8()? != 0,
+    })
+}
+
+fn encode_reach(frame: &mut BytesMut, reach: &Reach) {
+    frame.put_u8(reach.by_window.into());
+    frame.put_u32_le(reach.page_bytes);
+    frame.put_u64_le(reach.region_stride);
+    frame.put_u64_le(reach.slot_stride);
+    for extent in &reach.extents {
+        frame.put_u16_le(extent.region);
+        frame.put_u16_le(extent.regions);
+        frame.put_u32_le(extent.first);
+        frame.put_u32_le(extent.count);
+        frame.put_u64_le(extent.offset);
+        frame.put_u32_le(extent.rkey.0);
+    }
+}
+
+/// What a peer claims of its own memory is its own risk; what is checked here is what the look-up
+/// relies on.
+fn decode_reach(frame: &mut Bytes) -> Result<Reach, DecodeError> {
+    let mut reach = Reach {
+        by_window: frame.try_get_u8()? != 0,
+        page_bytes: frame.try_get_u32_le()?,
+        region_stride: frame.try_get_u64_le()?,
+        slot_stride: frame.try_get_u64_le()?,
+        extents: Vec::new(),
+    };
+    while frame.has_remaining() {
+        let extent = Extent {
+            region: frame.try_get_u16_le()?,
+            regions: frame.try_get_u16_le()?,
+            first: frame.try_get_u32_le()?,
+            count: frame.try_get_u32_le()?,
+            offset: frame.try_get_u64_le()?,
+            rkey: RKey(frame.try_get_u32_le()?),
+        };
+        let ends_at = extent.first.checked_add(extent.count);
+        let follows = reach.extents.last().is_none_or(|last: &Extent| {
+            (last.region, last.first) < (extent.region, extent.first)
+                && (last.regions > 1) == (extent.regions > 1)
+        });
+        let holds_pages = extent.regions > 0 && extent.count > 0;
+        let is_full = reach.extents.len() == EXTENTS_MAX;
+        if is_full || ends_at.is_none() || !(follows && holds_pages) || reach.page_bytes == 0 {
+            return Err(DecodeError::Extents);
+        }
+        reach.extents.push(extent);
+    }
+    if reach.extents.is_empty() {
+        return Err(DecodeError::Extents);
+    }
+    Ok(reach)
+}
+
+/// Most extents of a grant. Whatever needs more is refused.
+pub(super) const EXTENTS_MAX: usize = 1 << 13;
+
+/// Most ports of a node.
+pub(super) const RAILS_MAX: usize = 32;
+
+const EXTENT_BYTES: usize = 24;
+
+const FRAME_BYTES_MAX: usize = EXTENTS_MAX * EXTENT_BYTES + 128;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn messages() -> Vec<Message> {
+        let extent = |region, first| Extent {
+            region,
+            regions: 1,
+            first,
+            count: 2,
+            offset: 4096 * u64::from(first),
+            rkey: RKey(0x1234_5678),
+        };
+        vec![
+            Message::Rails(vec![RailAddress {
+                gid: Gid([7; 16]),
+                lid: 3,
+                mtu: 5,
+                is_ethernet: true,
+            }]),
+            Message::Lane(LaneOffer {
+                lane: LaneNumber(9),
+                rail: 1,
+                their_rail: 2,
+                number: 17,
+                first: 0x00FF_FFFF,
+            }),
+            Message::LaneReady {
+                lane: LaneNumber(9),
+                number: 18,
+                first: 5,
+            },
+            Message::LaneGone {
+                lane: LaneNumber(1),
+                offered_by_sender: true,
+            },
+            Message::Usable(true),
+            Message::Reach {
+                grant: GrantId(77),
+                key: Secret([3; 32]),
+                lane: LaneNumber(4),
+                reach: Reach {
+                    by_window: true,
+                    page_bytes: 4096,
+                    region_stride: 1 << 20,
+                    slot_stride: 4096,
+                    extents: vec![extent(0, 0), extent(0, 5), extent(1, 0)],
+                },
+            },
+            Message::Closed { grant: GrantId(77) },
+        ]
+    }
+
+    #[test]
+    fn messages_come_back_as_they_were() {
+        for message in messages() {
+            let frame = message.encode().slice(4..);
+            assert_eq!(Message::decode(frame), Ok(message));
+        }
+    }
+
+    #[test]
+    fn whatever_is_cut_or_changed_is_a_message_or_an_error() {
+        for message in messages() {
+            let frame = message.encode().slice(4..);
+            for cut in 0..frame.len() {
+                let _total = Message::decode(frame.slice(..cut));
+                for bit in 0..8 {
+                    let mut changed = frame.to_vec();
+                    changed[cut] ^= 1 << bit;
+                    if let Ok(Message::Reach { reach, .. }) = Message::decode(changed.into()) {
+                        for region in [0, 1, u16::MAX] {
+                            for position in [0, 6, u32::MAX] {
+                                let _total = reach.find(region, position);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn trailing_bytes_and_unknown_kinds_are_refused() {
+        let trailing = Bytes::from_static(&[5, 0, 0]);
+        let error = Message::decode(trailing);
+        assert_eq!(error, Err(DecodeError::Trailing { bytes: 1 }));
+        let error = Message::decode(Bytes::from_static(&[99]));
+        assert_eq!(error, Err(DecodeError::Kind(99)));
+    }
+}

@@ -1,0 +1,304 @@
+//! What a writer is told of the memory that it may write: the destination plans it, the source
+//! looks pages up in it.
+//!
+//! An extent is a rectangle of pages, some positions in some regions, at regular distances in the
+//! destination's pool. Under windows each extent is contiguous bytes, which is what a window can
+//! cover; with the whole pool's key an extent is a run of adjacent slots, in every region.
+
+use fabric_proto::pool::{Arrangement, PageRun, PoolSpec};
+
+use super::ffi::RKey;
+
+/// Pages that one key opens.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Extent {
+    pub(super) region: u16,
+    pub(super) regions: u16,
+    pub(super) first: u32,
+    pub(super) count: u32,
+    /// Where the first of them lies in the pool.
+    pub(super) offset: u64,
+    pub(super) rkey: RKey,
+}
+
+/// All that a writer may write, and how it lies there.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Reach {
+    /// Each extent has a window of its own, which the writer's drain is to invalidate; else the
+    /// whole pool's key opens them all.
+    pub(super) by_window: bool,
+    pub(super) page_bytes: u32,
+    /// From a page to that of the next region, in the same slot.
+    pub(super) region_stride: u64,
+    /// From a page to that of the next slot, in the same region.
+    pub(super) slot_stride: u64,
+    /// Sorted by first region, then by first position. They do not overlap.
+    pub(super) extents: Vec<Extent>,
+}
+
+/// How the pages of a grant are to be covered.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Cover {
+    /// By contiguous bytes, each of allowed pages alone.
+    Contiguous,
+    /// By runs of slots. Reaches pages that are not allowed.
+    Slots,
+}
+
+impl Reach {
+    /// The extents of a grant's pages, without keys. `slots` by position; `pages` sorted, and
+    /// empty for all of them.
+    pub(super) fn plan(spec: &PoolSpec, slots: &[u32], pages: &[PageRun], cover: Cover) -> Self {
+        let page_bytes = u64::from(spec.layout.page_bytes);
+        let regions = spec.layout.regions;
+        let (region_stride, slot_stride) = match spec.arrangement {
+            Arrangement::RegionMajor => (u64::from(spec.slots) * page_bytes, page_bytes),
+            Arrangement::SlotMajor => (page_bytes, u64::from(regions) * page_bytes),
+        };
+        let all = PageRun {
+            region: 0,
+            first: 0,
+            count: u32::try_from(slots.len()).expect("a lease's slots are few"),
+        };
+        // In a slot-major pool adjacent slots are contiguous with all of their regions.
+        let spans_regions = cover == Cover::Slots
+            || (pages.is_empty() && spec.arrangement == Arrangement::SlotMajor);
+        let mut reach = Self {
+            by_window: cover == Cover::Contiguous,
+            page_bytes: spec.layout.page_bytes,
+            region_stride,
+            slot_stride,
+            extents: Vec::new(),
+        };
+        if spans_regions {
+            reach.add_runs(slots, all, regions);
+        } else if pages.is_empty() {
+            for region in 0..regions {
+                reach.add_runs(slots, PageRun { region, ..all }, 1);
+            }
+        } else {
+            for run in pages {
+                reach.add_runs(slots, *run, 1);
+            }
+        }
+        reach
+    }
+
+    /// Bytes that an extent of contiguous pages has.
+    pub(super) fn extent_bytes(&self, extent: &Extent) -> u64 {
+        u64::from(extent.regions) * u64::from(extent.count) * u64::from(self.page_bytes)
+    }
+
+    /// The extent of a page, and where the page lies.
+    pub(super) fn find(&self, region: u16, position: u32) -> Option<(&Extent, u64)> {
+        let spans = self.extents.first().is_some_and(|first| first.regions > 1);
+        let key = if spans { (0, position) } else { (region, position) };
+        let after = self
+            .extents
+            .partition_point(|extent| (extent.region, extent.first) <= key);
+        let extent = &self.extents[after.checked_sub(1)?];
+        let across = region.checked_sub(extent.region)?;
+        let along = position.checked_sub(extent.first)?;
+        if across >= extent.regions || along >= extent.count {
+            return None;
+        }
+        // Checked: a peer says what these are.
+        let across = self.region_stride.checked_mul(across.into())?;
+        let along = self.slot_stride.checked_mul(along.into())?;
+        let offset = extent.offset.checked_add(across)?.checked_add(along)?;
+        Some((extent, offset))
+    }
+
+    /// How many bytes from byte `offset` of `run` on are contiguous and under one key, and where
+    /// they lie. `None`: the page is not one of these.
+    pub(super) fn piece(&self, run: PageRun, offset: u64, bytes_max: u64) -> Option<Piece> {
+        let page_bytes = u64::from(self.page_bytes);
+        let index = u32::try_from(offset / page_bytes).ok()?;
+        let within = offset % page_bytes;
+        let position = run.first.checked_add(index)?;
+        let (extent, page) = self.find(run.region, position)?;
+        let pages = if self.slot_stride == page_bytes {
+            (run.count - index).min(extent.count - (position - extent.first))
+        } else {
+            1
+        };
+        Some(Piece {
+            offset: page.checked_add(within)?,
+            bytes: (u64::from(pages) * page_bytes - within).min(bytes_max),
+            rkey: extent.rkey,
+        })
+    }
+
+    /// The runs of adjacent slots among the positions of `run`, over `regions` regions from its own.
+    fn add_runs(&mut self, slots: &[u32], run: PageRun, regions: u16) {
+        let mut position = run.first;
+        let end = run.first + run.count;
+        while position < end {
+            let slot = slots[position as usize];
+            let mut count = 1;
+            while position + count < end && slots[(position + count) as usize] == slot + count {
+                count += 1;
+            }
+            // Only where slots lie next to each other without a gap, or a key covers them all.
+            if regions == 1 && self.slot_stride != u64::from(self.page_bytes) {
+                count = 1;
+            }
+            self.extents.push(Extent {
+                region: run.region,
+                regions,
+                first: position,
+                count,
+                offset: u64::from(run.region) * self.region_stride
+                    + u64::from(slot) * self.slot_stride,
+                rkey: RKey(0),
+            });
+            position += count;
+        }
+    }
+}
+
+/// Bytes of the destination's pool that one write can fill.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Piece {
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+    pub(super) rkey: RKey,
+}
+
+#[cfg(test)]
+mod tests {
+    use fabric_proto::ids::Tag;
+    use fabric_proto::pool::Layout;
+
+    use super::*;
+
+    fn spec(arrangement: Arrangement) -> PoolSpec {
+        PoolSpec {
+            layout: Layout {
+                model: Tag([0; 32]),
+                regions: 3,
+                page_bytes: 100,
+                tokens_per_slot: 1,
+            },
+            slots: 10,
+            arrangement,
+            context_tokens: 1,
+        }
+    }
+
+    const SLOTS: [u32; 6] = [7, 8, 9, 2, 3, 0];
+
+    fn plans() -> impl Iterator<Item = (PoolSpec, Cover, Vec<PageRun>, Reach)> {
+        let some = vec![
+            PageRun {
+                region: 0,
+                first: 1,
+                count: 3,
+            },
+            PageRun {
+                region: 2,
+                first: 4,
+                count: 2,
+            },
+        ];
+        let mut plans = Vec::new();
+        for arrangement in [Arrangement::RegionMajor, Arrangement::SlotMajor] {
+            for cover in [Cover::Contiguous, Cover::Slots] {
+                for pages in [Vec::new(), some.clone()] {
+                    let spec = spec(arrangement);
+                    let reach = Reach::plan(&spec, &SLOTS, &pages, cover);
+                    plans.push((spec, cover, pages, reach));
+                }
+            }
+        }
+        plans.into_iter()
+    }
+
+    #[test]
+    fn every_page_is_found_where_the_pools_own_geometry_has_it() {
+        for (spec, cover, pages, reach) in plans() {
+            for region in 0..3 {
+                for (position, slot) in (0..).zip(SLOTS) {
+                    let allowed = pages.is_empty()
+                        || cover == Cover::Slots
+                        || pages.iter().any(|run| {
+                            run.region == region
+                                && (run.first..run.first + run.count).contains(&position)
+                        });
+                    let found = reach.find(region, position).map(|(_, offset)| offset);
+                    let want = allowed.then(|| spec.page_offset(region, slot));
+                    assert_eq!(found, want, "{region} {position} {reach:?}");
+                }
+            }
+            assert_eq!(reach.find(3, 0), None);
+            assert_eq!(reach.find(0, 6), None);
+        }
+    }
+
+    #[test]
+    fn contiguous_extents_hold_allowed_pages_alone() {
+        for (spec, cover, pages, reach) in plans() {
+            if cover != Cover::Contiguous {
+                continue;
+            }
+            let mut covered = vec![0; usize::try_from(spec.bytes()).unwrap()];
+            for extent in &reach.extents {
+                let start = usize::try_from(extent.offset).unwrap();
+                let bytes = usize::try_from(reach.extent_bytes(extent)).unwrap();
+                covered[start..start + bytes].iter_mut().for_each(|byte| *byte += 1);
+            }
+            let mut want = vec![0; covered.len()];
+            for region in 0..3 {
+                for (position, slot) in (0..).zip(SLOTS) {
+                    let named = |run: &PageRun| {
+                        run.region == region
+                            && (run.first..run.first + run.count).contains(&position)
+                    };
+                    if pages.is_empty() || pages.iter().any(named) {
+                        let start = usize::try_from(spec.page_offset(region, slot)).unwrap();
+                        want[start..start + 100].fill(1);
+                    }
+                }
+            }
+            assert_eq!(covered, want, "{:?}", reach.extents);
+        }
+    }
+
+    #[test]
+    fn adjacent_slots_take_one_extent() {
+        let count = |arrangement, cover| {
+            Reach::plan(&spec(arrangement), &SLOTS, &[], cover)
+                .extents
+                .len()
+        };
+        assert_eq!(count(Arrangement::RegionMajor, Cover::Contiguous), 9);
+        assert_eq!(count(Arrangement::SlotMajor, Cover::Contiguous), 3);
+        assert_eq!(count(Arrangement::RegionMajor, Cover::Slots), 3);
+    }
+
+    #[test]
+    fn pieces_of_every_offset_agree_with_the_pools_own_geometry() {
+        let run = PageRun {
+            region: 2,
+            first: 1,
+            count: 5,
+        };
+        for (spec, _, pages, reach) in plans() {
+            if !pages.is_empty() {
+                continue;
+            }
+            for offset in 0..500 {
+                for bytes_max in [1, 50, 100, 150, 1000] {
+                    let piece = reach.piece(run, offset, bytes_max).unwrap();
+                    assert!(piece.bytes >= 1 && piece.bytes <= bytes_max);
+                    for byte in 0..piece.bytes {
+                        let at = usize::try_from(offset + byte).unwrap();
+                        let page = spec.page_offset(2, SLOTS[1 + at / 100]);
+                        let want = page + u64::try_from(at % 100).unwrap();
+                        assert_eq!(piece.offset + byte, want);
+                    }
+                }
+            }
+        }
+    }
+}

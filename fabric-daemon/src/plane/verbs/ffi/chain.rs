@@ -1,0 +1,177 @@
+//! Chains of work requests: filled in place, posted with one doorbell.
+
+use std::mem;
+use std::ptr;
+
+use rdma_mummy_sys as sys;
+
+use super::{QueuePair, RKey, VerbsError};
+
+/// Up to [`SendChain::MAX`] work requests for one queue pair. Made once and filled again and again:
+/// nothing is allocated for a request.
+pub(crate) struct SendChain {
+    requests: Box<[sys::ibv_send_wr; SendChain::MAX]>,
+    pieces: Box<[sys::ibv_sge; SendChain::MAX]>,
+    len: usize,
+}
+
+// SAFETY: the raw pointers in it point into its own boxes.
+unsafe impl Send for SendChain {}
+
+/// Memory of this host.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Local {
+    pub(crate) offset: u64,
+    pub(crate) bytes: u32,
+    pub(crate) lkey: u32,
+}
+
+/// Memory of the peer.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Remote {
+    pub(crate) offset: u64,
+    pub(crate) rkey: RKey,
+}
+
+/// Whether a request that succeeds says so. One that fails always does.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Signal {
+    No,
+    Yes,
+}
+
+impl Signal {
+    pub(super) fn flags(self) -> u32 {
+        match self {
+            Self::No => 0,
+            Self::Yes => sys::ibv_send_flags::IBV_SEND_SIGNALED.0,
+        }
+    }
+}
+
+impl SendChain {
+    /// Most requests of a chain.
+    pub(crate) const MAX: usize = 32;
+
+    pub(crate) fn new() -> Self {
+        Self {
+            // SAFETY: numbers, unions of numbers and null pointers, for which zero bytes are fine.
+            requests: unsafe { Box::new(mem::zeroed()) },
+            // SAFETY: as above.
+            pieces: unsafe { Box::new(mem::zeroed()) },
+            len: 0,
+        }
+    }
+
+    /// Writes to the peer's memory.
+    pub(crate) fn write(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
+        self.transfer(sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, wr_id, signal, local, remote);
+    }
+
+    /// Reads from the peer's memory.
+    pub(crate) fn read(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
+        self.transfer(sys::ibv_wr_opcode::IBV_WR_RDMA_READ, wr_id, signal, local, remote);
+    }
+
+    /// Sends a message of nothing but a number.
+    pub(crate) fn send_immediate(&mut self, wr_id: u64, signal: Signal, number: u32) {
+        let request = self.next(sys::ibv_wr_opcode::IBV_WR_SEND_WITH_IMM, wr_id, signal);
+        request.imm_data_invalidated_rkey_union = sys::imm_data_invalidated_rkey_union_t {
+            imm_data: number.to_be(),
+        };
+    }
+
+    /// Sends an empty message that invalidates the peer's window with this key.
+    pub(crate) fn send_invalidate(&mut self, wr_id: u64, signal: Signal, rkey: RKey) {
+        let request = self.next(sys::ibv_wr_opcode::IBV_WR_SEND_WITH_INV, wr_id, signal);
+        request.imm_data_invalidated_rkey_union = invalidates(rkey);
+    }
+
+    /// Invalidates a window of this host.
+    pub(crate) fn invalidate(&mut self, wr_id: u64, signal: Signal, rkey: RKey) {
+        let request = self.next(sys::ibv_wr_opcode::IBV_WR_LOCAL_INV, wr_id, signal);
+        request.imm_data_invalidated_rkey_union = invalidates(rkey);
+    }
+
+    /// Posts the chain, and empties it. On an error the queue pair took only a part of it, if any:
+    /// there is no telling what it will do, so it must be closed.
+    pub(crate) fn post(&mut self, queue_pair: &QueuePair) -> Result<(), VerbsError> {
+        let len = mem::take(&mut self.len);
+        if len == 0 {
+            return Ok(());
+        }
+        self.requests[len - 1].next = ptr::null_mut();
+        let mut refused = ptr::null_mut();
+        let first = self.requests.as_mut_ptr();
+        // SAFETY: the queue pair is there; the requests are linked and their pieces are in boxes of
+        // this value, which outlive the call, which copies both.
+        let code = unsafe { sys::ibv_post_send(queue_pair.raw(), first, &raw mut refused) };
+        super::check("ibv_post_send", code)
+    }
+
+    fn transfer(
+        &mut self,
+        opcode: sys::ibv_wr_opcode::Type,
+        wr_id: u64,
+        signal: Signal,
+        local: Local,
+        remote: Remote,
+    ) {
+        let index = self.len;
+        self.pieces[index] = sys::ibv_sge {
+            addr: local.offset,
+            length: local.bytes,
+            lkey: local.lkey,
+        };
+        let piece = &raw mut self.pieces[index];
+        let request = self.next(opcode, wr_id, signal);
+        request.sg_list = piece;
+        request.num_sge = 1;
+        request.wr = sys::wr_t {
+            rdma: sys::rdma_t {
+                remote_addr: remote.offset,
+                rkey: remote.rkey.0,
+            },
+        };
+    }
+
+    /// The next request, linked to the one before.
+    ///
+    /// # Panics
+    ///
+    /// Where the chain is full.
+    fn next(
+        &mut self,
+        opcode: sys::ibv_wr_opcode::Type,
+        wr_id: u64,
+        signal: Signal,
+    ) -> &mut sys::ibv_send_wr {
+        let index = self.len;
+        self.len += 1;
+        let request = &raw mut self.requests[index];
+        if let Some(before) = index.checked_sub(1) {
+            self.requests[before].next = request;
+        }
+        let request = &mut self.requests[index];
+        request.wr_id = wr_id;
+        request.opcode = opcode;
+        request.send_flags = signal.flags();
+        request.sg_list = ptr::null_mut();
+        request.num_sge = 0;
+        request
+    }
+}
+
+impl std::fmt::Debug for SendChain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SendChain")
+            .field("len", &self.len)
+            .finish_non_exhaustive()
+    }
+}
+
+fn invalidates(rkey: RKey) -> sys::imm_data_invalidated_rkey_union_t {
+    sys::imm_data_invalidated_rkey_union_t {
+        invalidated_rkey: rkey.0,
+    }
+}

@@ -1,0 +1,228 @@
+//! Memory regions, and the windows into them that can be granted and taken back.
+
+use std::fmt;
+use std::ops::BitOr;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+
+use rdma_mummy_sys as sys;
+
+use super::super::super::pools::Pool;
+use super::{ProtectionDomain, VerbsError, check, check_pointer, log_failure};
+
+/// What a device may do with memory.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Access(pub(super) u32);
+
+impl Access {
+    /// Write for this host: what a read brings, or a peer's write.
+    pub(crate) const LOCAL_WRITE: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
+    /// Write for a peer that shows the key.
+    pub(crate) const REMOTE_WRITE: Self = Self(sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
+    /// Read for a peer that shows the key.
+    pub(crate) const REMOTE_READ: Self = Self(sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
+    /// Have windows bound to it.
+    pub(crate) const WINDOWS: Self = Self(sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
+}
+
+impl BitOr for Access {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// The key that a peer's work requests name memory by.
+#[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(crate) struct RKey(pub(crate) u32);
+
+impl fmt::Debug for RKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // It opens memory to whoever is connected.
+        f.write_str("RKey(..)")
+    }
+}
+
+/// A pool's memory, as one device knows it. Addresses are offsets into the pool: no peer learns
+/// where it lies in this process.
+pub(crate) struct MemoryRegion {
+    raw: *mut sys::ibv_mr,
+    domain: Arc<ProtectionDomain>,
+    // Dropped after `drop` has ended the registration: so the memory is mapped for as long.
+    pool: Arc<Pool>,
+}
+
+// SAFETY: see the module: the library locks what its handles share.
+unsafe impl Send for MemoryRegion {}
+// SAFETY: as above.
+unsafe impl Sync for MemoryRegion {}
+
+impl MemoryRegion {
+    /// Registers a pool's memory: the kernel pins it, which takes a while for many gigabytes.
+    pub(crate) fn register(
+        domain: &Arc<ProtectionDomain>,
+        pool: &Arc<Pool>,
+        access: Access,
+    ) -> Result<Self, VerbsError> {
+        let bytes = usize::try_from(pool.memory.bytes()).expect("a mapping's length fits usize");
+        // SAFETY: the mapping has `bytes` bytes from there on, and is kept by the region.
+        let raw = unsafe {
+            sys::ibv_reg_mr_iova2(
+                domain.raw(),
+                pool.memory.as_mut_ptr().cast(),
+                bytes,
+                0,
+                access.0,
+            )
+        };
+        Self::new("ibv_reg_mr_iova2", raw, domain, pool)
+    }
+
+    /// Registers device memory by its dma-buf descriptor, in place of the pool's own.
+    pub(crate) fn register_dmabuf(
+        domain: &Arc<ProtectionDomain>,
+        pool: &Arc<Pool>,
+        dmabuf: impl AsFd,
+        access: Access,
+    ) -> Result<Self, VerbsError> {
+        let bytes = usize::try_from(pool.spec.bytes()).expect("a pool's length fits usize");
+        let fd = dmabuf.as_fd().as_raw_fd();
+        let access = i32::try_from(access.0).expect("these flags are small numbers");
+        // SAFETY: the kernel checks the descriptor and its length, and keeps the memory.
+        let raw = unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), 0, bytes, 0, fd, access) };
+        Self::new("ibv_reg_dmabuf_mr", raw, domain, pool)
+    }
+
+    fn new(
+        call: &'static str,
+        raw: *mut sys::ibv_mr,
+        domain: &Arc<ProtectionDomain>,
+        pool: &Arc<Pool>,
+    ) -> Result<Self, VerbsError> {
+        Ok(Self {
+            raw: check_pointer(call, raw)?,
+            domain: Arc::clone(domain),
+            pool: Arc::clone(pool),
+        })
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// The key for this host's own work requests.
+    pub(crate) fn lkey(&self) -> u32 {
+        // SAFETY: the region is registered for as long as `self` lives.
+        unsafe { (*self.raw).lkey }
+    }
+
+    /// The key that opens all of it to whoever is connected.
+    pub(crate) fn rkey(&self) -> RKey {
+        // SAFETY: the region is registered for as long as `self` lives.
+        RKey(unsafe { (*self.raw).rkey })
+    }
+
+    pub(super) fn raw(&self) -> *mut sys::ibv_mr {
+        self.raw
+    }
+}
+
+impl fmt::Debug for MemoryRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryRegion")
+            .field("pool", &self.pool)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for MemoryRegion {
+    fn drop(&mut self) {
+        // SAFETY: registered once, ended once; who posts with its keys from now on is refused.
+        let code = unsafe { sys::ibv_dereg_mr(self.raw) };
+        log_failure(check("ibv_dereg_mr", code));
+        if code != 0 {
+            // The device may still reach the memory, so it must stay mapped: leaked for good.
+            let _leaked = Arc::into_raw(Arc::clone(&self.pool));
+        }
+    }
+}
+
+/// A memory window of type 2: bound by a queue pair's work request to a part of a region, for the
+/// peer of that queue pair alone, until it is invalidated.
+pub(crate) struct MemoryWindow {
+    raw: *mut sys::ibv_mw,
+    _domain: Arc<ProtectionDomain>,
+    /// The key of the next bind. M: the provider does not keep it for type 2, ibv_bind_mw(3).
+    next_key: u32,
+    binds_left: u8,
+}
+
+// SAFETY: see the module: the library locks what its handles share.
+unsafe impl Send for MemoryWindow {}
+
+impl MemoryWindow {
+    pub(crate) fn new(domain: &Arc<ProtectionDomain>) -> Result<Self, VerbsError> {
+        // SAFETY: the domain is there.
+        let raw = unsafe { sys::ibv_alloc_mw(domain.raw(), sys::ibv_mw_type::IBV_MW_TYPE_2) };
+        let raw = check_pointer("ibv_alloc_mw", raw)?;
+        // SAFETY: it was just made.
+        let key = unsafe { (*raw).rkey };
+        Ok(Self {
+            raw,
+            _domain: Arc::clone(domain),
+            next_key: next_key(key),
+            binds_left: BINDS_MAX,
+        })
+    }
+
+    /// The key for the next bind: never one that this window had before. `None`: its keys are used
+    /// up, and it must go.
+    // S6: the last eight bits are all that tells a key from its predecessors.
+    pub(crate) fn take_key(&mut self) -> Option<RKey> {
+        self.binds_left = self.binds_left.checked_sub(1)?;
+        let key = self.next_key;
+        self.next_key = next_key(key);
+        Some(RKey(key))
+    }
+
+    pub(super) fn raw(&self) -> *mut sys::ibv_mw {
+        self.raw
+    }
+
+    /// Destroys the window, bound or not. Once this has returned no new access through it begins;
+    /// one packet may be under way until its queue pair is destroyed.
+    pub(crate) fn close(self) -> Result<(), VerbsError> {
+        let this = std::mem::ManuallyDrop::new(self);
+        // SAFETY: made once, and destroyed once: `drop` does not run.
+        let code = unsafe { sys::ibv_dealloc_mw(this.raw) };
+        // SAFETY: the field is not used again, as `this` is not.
+        let domain = unsafe { std::ptr::read(&raw const this._domain) };
+        drop(domain);
+        check("ibv_dealloc_mw", code)
+    }
+}
+
+impl fmt::Debug for MemoryWindow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryWindow")
+            .field("binds_left", &self.binds_left)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for MemoryWindow {
+    fn drop(&mut self) {
+        // SAFETY: made once, and destroyed once: `close` does not come here.
+        let code = unsafe { sys::ibv_dealloc_mw(self.raw) };
+        log_failure(check("ibv_dealloc_mw", code));
+    }
+}
+
+/// The last eight bits count binds, and wrap.
+fn next_key(key: u32) -> u32 {
+    (key & !0xFF) | (key.wrapping_add(1) & 0xFF)
+}
+
+/// After so many binds a key would come again.
+const BINDS_MAX: u8 = 255;

@@ -1,0 +1,258 @@
+//! The plane for RDMA: the source's device writes into the destination's slots, through keys that
+//! the destination's device takes back.
+//!
+//! ```text
+//!   source                                             destination
+//!   Worker ── writes, chained ──▶ lane ═══════════════▶ slots, through memory windows
+//!     │                            │                      ▲
+//!     │    SEND_WITH_INV ──────────┴─▶ window is void ────┘   the drain is the invalidation
+//!     └── reach: lane, keys ◀── stream on the link ── Worker   the fence destroys the lane
+//! ```
+//!
+//! - [`ffi`]: the verbs API with safe owners.
+//! - `rails`: ports; `lanes`: queue pairs; `extents`: which memory a grant is.
+//! - `inbound` and `outbound`: a grant at its destination, a writer at its source.
+//! - `worker`: the one thread that owns it all; `peers`, `link`, `codec`: what planes tell each other.
+//!
+//! What the hardware adds, and what is not left to it. A device that keeps to the specification
+//! confines a writer to the bytes of its windows, and after an invalidation refuses it whatever it
+//! posts (S1, S7). Soft-RoCE checks a window's key, state and queue pair, but not its bounds: it
+//! takes a write past the end as long as the region goes on (measured). So nothing here relies on
+//! bounds alone: an honest writer looks every page up in what it was granted, every page is verified
+//! after the grant is closed (S2), and a writer that strays through a window of its own breaks
+//! another lease's checksum at worst, which is then found, never read.
+
+mod codec;
+mod extents;
+pub(super) mod ffi;
+mod inbound;
+mod lanes;
+mod link;
+mod outbound;
+mod peers;
+mod rails;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use fabric_proto::host::{Input, PlaneCommand};
+use fabric_proto::ids::{LinkId, PoolId};
+use fabric_proto::wire::PlaneKind;
+use quinn::Connection;
+use thiserror::Error;
+use tokio::runtime::Handle;
+use tokio::sync::mpsc::Sender;
+use tracing::info;
+
+use self::codec::RailAddress;
+use self::ffi::SendChain;
+use self::lanes::Lanes;
+use self::peers::PeerKey;
+use self::worker::{Counts, Inbox, Order, Worker};
+use super::faults::Faults;
+use super::outbox::Outbox;
+use super::pools::Pools;
+use super::{Plane, PlaneProofs, VerbsMode as Mode, VerbsSettings};
+
+pub(super) use self::lanes::Revoked;
+pub(crate) use self::link::{Introduced, Opener};
+
+/// The plane for RDMA.
+#[derive(Debug)]
+pub struct VerbsPlane {
+    inbox: Arc<Inbox>,
+    counts: Arc<Counts>,
+    addresses: Vec<RailAddress>,
+    next_peer: AtomicU64,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Why the plane cannot start.
+#[derive(Debug, Error)]
+pub enum VerbsStartError {
+    /// There is no port to use.
+    #[error("no RDMA device has an active port{}", hint(.0))]
+    NoRail(Vec<String>),
+    /// The operating system gives no thread or descriptor.
+    #[error("start the verbs thread: {0}")]
+    Thread(#[source] io::Error),
+    /// A device refuses a call of libibverbs.
+    #[error("{call}: {error}")]
+    Verbs {
+        /// Which.
+        call: &'static str,
+        /// Why.
+        error: io::Error,
+    },
+}
+
+fn hint(devices: &[String]) -> String {
+    if devices.is_empty() {
+        return String::new();
+    }
+    format!(" (verbs.devices allows {devices:?})")
+}
+
+impl VerbsPlane {
+    /// A plane over the devices of this host, whose answers come on the current runtime.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbsStartError`].
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    pub fn new(
+        pools: Arc<Pools>,
+        events: Sender<Input<PlaneProofs>>,
+        settings: VerbsSettings,
+        outstanding_bytes_max: u64,
+        faults: Arc<Faults>,
+    ) -> Result<Self, VerbsStartError> {
+        let rails = rails::discover(&settings.devices, &settings.modes);
+        let rails = rails.map_err(|error| VerbsStartError::Verbs {
+            call: error.call,
+            error: io::Error::from_raw_os_error(error.code),
+        })?;
+        if rails.is_empty() {
+            return Err(VerbsStartError::NoRail(settings.devices));
+        }
+        for rail in &rails {
+            let (port, gid, numa_node) = (rail.port, rail.gid.index, rail.numa_node);
+            info!(device = rail.device(), port, gid, ?numa_node, "RDMA port");
+        }
+        let addresses: Vec<_> = rails.iter().map(|rail| rail.address).collect();
+        let inbox = Inbox::new().map_err(|error| VerbsStartError::Thread(error.into()))?;
+        let counts = Arc::new(Counts::default());
+        let worker = Worker {
+            inbox: Arc::clone(&inbox),
+            outbox: Outbox::new(&Handle::current(), events),
+            pools,
+            faults,
+            settings,
+            outstanding_bytes_max,
+            counts: Arc::clone(&counts),
+            grants: BTreeMap::new(),
+            lanes: Lanes::default(),
+            rails,
+            addresses: addresses.clone(),
+            peers: BTreeMap::new(),
+            links: HashMap::new(),
+            writers: BTreeMap::new(),
+            awaiting: BTreeMap::new(),
+            chain: SendChain::new(),
+            due_offers: Vec::new(),
+            say_landed_at: None,
+            looked_for_late: Instant::now(),
+            random: u64::from(std::process::id()) << 32 | u64::from(uptime_nanos()),
+            refused: 0,
+        };
+        let thread = thread::Builder::new()
+            .name("verbs".into())
+            .spawn(move || worker.run())
+            .map_err(VerbsStartError::Thread)?;
+        Ok(Self {
+            inbox,
+            counts,
+            addresses,
+            next_peer: AtomicU64::new(0),
+            thread: Some(thread),
+        })
+    }
+
+    /// Introduces the plane to that of the other end of a connection. `None`: both ends know that
+    /// it cannot be used between them.
+    pub(crate) async fn introduce(
+        &self,
+        connection: &Connection,
+        opener: Opener,
+    ) -> Result<Option<Introduced>, String> {
+        // Relaxed: a number of its own.
+        let peer = PeerKey(self.next_peer.fetch_add(1, Ordering::Relaxed));
+        let rails = self.addresses.clone();
+        let introduced = link::introduce(&self.inbox, peer, rails, connection, opener).await;
+        introduced.map_err(|error| error.to_string())
+    }
+
+    /// Hears which link a peer that was introduced is at the other end of.
+    pub(crate) fn link_up(&self, link: LinkId, mut introduced: Introduced) {
+        introduced.attached = true;
+        let peer = introduced.peer;
+        self.inbox.push(Order::Attach { peer, link });
+    }
+
+    /// Peers and writers that were refused.
+    #[must_use]
+    pub fn peers_refused(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.counts.refused.load(Ordering::Relaxed)
+    }
+
+    /// Queue pairs, memory regions and memory windows that there are.
+    #[must_use]
+    pub fn objects(&self) -> [(&'static str, u64); 3] {
+        // Relaxed: statistics.
+        let counts = &self.counts;
+        [
+            ("queue_pair", counts.queue_pairs.load(Ordering::Relaxed)),
+            ("memory_region", counts.regions.load(Ordering::Relaxed)),
+            ("memory_window", counts.windows.load(Ordering::Relaxed)),
+        ]
+    }
+}
+
+impl Plane for VerbsPlane {
+    fn kind(&self) -> PlaneKind {
+        PlaneKind::Verbs
+    }
+
+    fn submit(&self, command: PlaneCommand) {
+        self.inbox.push(Order::Command(command));
+    }
+
+    fn pool_gone(&self, pool: PoolId) {
+        self.inbox.push(Order::PoolGone(pool));
+    }
+
+    fn link_down(&self, link: LinkId) {
+        self.inbox.push(Order::LinkDown(link));
+    }
+}
+
+impl Drop for VerbsPlane {
+    fn drop(&mut self) {
+        self.inbox.push(Order::Stop);
+        if let Some(thread) = self.thread.take() {
+            // It never waits for anybody, so this is short; a panic of it has ended the process.
+            let _ended = thread.join();
+        }
+    }
+}
+
+fn uptime_nanos() -> u32 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |since| since.subsec_nanos())
+}
+
+/// A message to see whether a lane carries anything.
+const PROBE: u32 = 0;
+
+/// A message that says that the writer is alive.
+const PROGRESS: u32 = 1;
+
+/// The drain of a grant without windows.
+const DRAIN: u32 = 2;
+
+/// Before a lane is offered in place of one that is gone.
+const OFFER_PAUSE: Duration = Duration::from_millis(10);
+
+/// Why there is no way on from there: a device that can not destroy what it made may still write.
+const MUST_END: &str = "a fence must end in proof, or the daemon must";

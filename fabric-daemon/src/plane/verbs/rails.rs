@@ -1,0 +1,248 @@
+//! Ports that lanes can go through, and what is shared by the lanes of one.
+
+use std::fs;
+use std::sync::Arc;
+
+use fabric_proto::ids::PoolId;
+use tracing::{info, warn};
+
+use super::codec::{RAILS_MAX, RailAddress};
+use super::ffi::{
+    Access, CompletionChannel, CompletionQueue, Context, GidEntry, GidKind, Limits, MemoryRegion,
+    MemoryWindow, ProtectionDomain, VerbsError, device_names,
+};
+use super::Mode;
+use super::lanes::LANE_COMPLETIONS;
+use crate::plane::pools::Pool;
+
+/// A port of a device.
+#[derive(Debug)]
+pub(super) struct Rail {
+    pub(super) domain: Arc<ProtectionDomain>,
+    pub(super) channel: Arc<CompletionChannel>,
+    pub(super) port: u8,
+    pub(super) gid: GidEntry,
+    pub(super) address: RailAddress,
+    pub(super) limits: Limits,
+    /// Where the device is attached. `None`: the host does not say.
+    pub(super) numa_node: Option<u32>,
+    queues: Vec<Queue>,
+    /// Windows that are bound to nothing.
+    windows: Vec<MemoryWindow>,
+    regions: Vec<(PoolId, Arc<MemoryRegion>)>,
+    access: Access,
+}
+
+#[derive(Debug)]
+struct Queue {
+    completions: Arc<CompletionQueue>,
+    /// Completions that its lanes may have outstanding at most. Never above its capacity: so the
+    /// queue cannot overflow.
+    reserved: u32,
+}
+
+impl Rail {
+    fn open(
+        context: &Arc<Context>,
+        port: u8,
+        limits: Limits,
+        access: Access,
+    ) -> Result<Option<Self>, VerbsError> {
+        let attributes = context.port(port)?;
+        let device = context.name();
+        if !attributes.is_active {
+            info!(device, port, "not used: the port is not active");
+            return Ok(None);
+        }
+        let gids = 0..u8::try_from(attributes.gids).unwrap_or(u8::MAX);
+        let gids: Vec<_> = gids.filter_map(|index| context.gid(port, index)).collect();
+        let Some(gid) = best_gid(&gids, attributes.is_ethernet) else {
+            warn!(device, port, "not used: the port has no address that can be routed");
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            domain: ProtectionDomain::new(context)?,
+            channel: CompletionChannel::new(context)?,
+            port,
+            gid,
+            address: RailAddress {
+                gid: gid.gid,
+                lid: attributes.lid,
+                mtu: attributes.mtu,
+                is_ethernet: attributes.is_ethernet,
+            },
+            limits,
+            numa_node: numa_node(device),
+            queues: Vec::new(),
+            windows: Vec::new(),
+            regions: Vec::new(),
+            access,
+        }))
+    }
+
+    pub(super) fn device(&self) -> &str {
+        self.domain.context().name()
+    }
+
+    /// A queue with room for one more lane.
+    pub(super) fn reserve(&mut self) -> Result<Arc<CompletionQueue>, VerbsError> {
+        let has_room =
+            |queue: &&mut Queue| queue.reserved + LANE_COMPLETIONS <= queue.completions.capacity();
+        if let Some(queue) = self.queues.iter_mut().find(has_room) {
+            queue.reserved += LANE_COMPLETIONS;
+            return Ok(Arc::clone(&queue.completions));
+        }
+        let capacity = self.limits.completions_max.min(QUEUE_COMPLETIONS_MAX);
+        let completions = CompletionQueue::new(&self.channel, capacity)?;
+        completions.request_notification()?;
+        self.queues.push(Queue {
+            completions: Arc::clone(&completions),
+            reserved: LANE_COMPLETIONS,
+        });
+        Ok(completions)
+    }
+
+    /// A lane of this queue is gone.
+    pub(super) fn release(&mut self, completions: &Arc<CompletionQueue>) {
+        let of_lane = |queue: &&mut Queue| Arc::ptr_eq(&queue.completions, completions);
+        if let Some(queue) = self.queues.iter_mut().find(of_lane) {
+            queue.reserved -= LANE_COMPLETIONS;
+        }
+    }
+
+    pub(super) fn queues(&self) -> impl Iterator<Item = &Arc<CompletionQueue>> {
+        self.queues.iter().map(|queue| &queue.completions)
+    }
+
+    /// The region of a pool, registered when it is first asked for.
+    pub(super) fn region(
+        &mut self,
+        id: PoolId,
+        pool: &Arc<Pool>,
+    ) -> Result<Arc<MemoryRegion>, VerbsError> {
+        if let Some((_, region)) = self.regions.iter().find(|(other, _)| *other == id) {
+            return Ok(Arc::clone(region));
+        }
+        let region = Arc::new(MemoryRegion::register(&self.domain, pool, self.access)?);
+        self.regions.push((id, Arc::clone(&region)));
+        Ok(region)
+    }
+
+    /// Forgets a pool: its memory is let go with the last grant or writer that uses it.
+    pub(super) fn forget(&mut self, id: PoolId) {
+        self.regions.retain(|(other, _)| *other != id);
+    }
+
+    /// A window that is bound to nothing.
+    pub(super) fn window(&mut self) -> Result<MemoryWindow, VerbsError> {
+        self.windows
+            .pop()
+            .map_or_else(|| MemoryWindow::new(&self.domain), Ok)
+    }
+
+    /// Takes a window back that was invalidated.
+    pub(super) fn put_window(&mut self, window: MemoryWindow) {
+        if self.windows.len() < WINDOWS_KEPT_MAX {
+            self.windows.push(window);
+        }
+    }
+
+    /// Regions and idle windows that there are.
+    pub(super) fn counts(&self) -> (u64, u64) {
+        (self.regions.len() as u64, self.windows.len() as u64)
+    }
+}
+
+/// The ports of the devices named, or of all: those that can be used.
+pub(super) fn discover(wanted: &[String], modes: &[Mode]) -> Result<Vec<Rail>, VerbsError> {
+    let mut access = Access::LOCAL_WRITE;
+    for mode in modes {
+        // S7: the pool's own key opens nothing where windows do it all. M: ibv_bind_mw(3): a window
+        // for remote writes needs a region with local write and the right to bind, no more.
+        access = access
+            | match mode {
+                Mode::Window => Access::WINDOWS,
+                Mode::Lane => Access::REMOTE_WRITE,
+            };
+    }
+    let mut rails = Vec::new();
+    let names = device_names()?;
+    for name in wanted.iter().filter(|name| !names.contains(name)) {
+        warn!(device = name, "no such RDMA device; there are {names:?}");
+    }
+    for name in names {
+        if !wanted.is_empty() && !wanted.contains(&name) {
+            continue;
+        }
+        let context = Context::open(&name)?;
+        let limits = context.limits()?;
+        for port in 1..=limits.ports {
+            if let Some(rail) = Rail::open(&context, port, limits, access)? {
+                rails.push(rail);
+            }
+        }
+    }
+    rails.truncate(RAILS_MAX);
+    Ok(rails)
+}
+
+/// The address that reaches furthest. On InfiniBand that is the first.
+fn best_gid(gids: &[GidEntry], is_ethernet: bool) -> Option<GidEntry> {
+    if !is_ethernet {
+        return gids.first().copied();
+    }
+    let usable = gids.iter().filter(|entry| entry.kind == GidKind::RoceV2);
+    // Link-local ones last: they are for one network segment.
+    let rank = |entry: &&GidEntry| {
+        let is_ipv4 = entry.gid.0[..12] == IPV4_MAPPED;
+        let is_link_local = entry.gid.0[..2] == [0xFE, 0x80];
+        (is_link_local, !is_ipv4, entry.index)
+    };
+    usable.min_by_key(rank).copied()
+}
+
+fn numa_node(device: &str) -> Option<u32> {
+    let path = format!("/sys/class/infiniband/{device}/device/numa_node");
+    // -1, which does not parse, where there is but one.
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+/// Completions of one queue: as many as some fifty lanes may have.
+const QUEUE_COMPLETIONS_MAX: u32 = 1 << 16;
+
+/// Idle windows of one port.
+const WINDOWS_KEPT_MAX: usize = 1 << 14;
+
+/// M: RFC 4291, section 2.5.5.2.
+const IPV4_MAPPED: [u8; 12] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF];
+
+#[cfg(test)]
+mod tests {
+    use super::super::ffi::Gid;
+    use super::*;
+
+    fn entry(index: u8, kind: GidKind, start: [u8; 2], ipv4: bool) -> GidEntry {
+        let mut gid = [9; 16];
+        if ipv4 {
+            gid[..12].copy_from_slice(&IPV4_MAPPED);
+        } else {
+            gid[..2].copy_from_slice(&start);
+        }
+        let gid = Gid(gid);
+        GidEntry { gid, index, kind }
+    }
+
+    #[test]
+    fn the_address_is_the_one_that_reaches_furthest() {
+        let link_local = entry(0, GidKind::RoceV2, [0xFE, 0x80], false);
+        let old = entry(1, GidKind::Other(1), [0, 0], true);
+        let global = entry(2, GidKind::RoceV2, [0x20, 0x01], false);
+        let ipv4 = entry(3, GidKind::RoceV2, [0, 0], true);
+        let all = [link_local, old, global, ipv4];
+        assert_eq!(best_gid(&all, true), Some(ipv4));
+        assert_eq!(best_gid(&all[..3], true), Some(global));
+        assert_eq!(best_gid(&all[..2], true), Some(link_local));
+        assert_eq!(best_gid(&all[1..2], true), None, "not routable");
+        assert_eq!(best_gid(&all, false), Some(link_local), "InfiniBand");
+    }
+}

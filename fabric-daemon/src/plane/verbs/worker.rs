@@ -1,0 +1,443 @@
+//! The thread that owns everything of the plane: it takes orders, polls completions and posts.
+//!
+//! ```text
+//!   commands, peers' messages ──▶ inbox ──▶ turn ──▶ post ──▶ device
+//!                                             ▲                  │
+//!                                             └─── completions ──┘
+//! ```
+//!
+//! It polls for as long as there is something to do and a little longer, and then sleeps until the
+//! inbox or a completion channel wakes it.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use fabric_proto::host::PlaneCommand;
+use fabric_proto::ids::{GrantId, LinkId, PoolId, TransferId};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tracing::{debug, error, warn};
+
+use super::codec::{Message, RailAddress};
+use super::ffi::{AsyncEvent, Completions, Opcode, SendChain, WorkCompletion};
+use super::inbound::{Inbound, Received, Terms};
+use super::lanes::{Kind, LaneKey, Lanes};
+use super::outbound::Writer;
+use super::peers::{Peer, PeerKey};
+use super::rails::Rail;
+use super::VerbsSettings;
+use crate::plane::faults::Faults;
+use crate::plane::lock;
+use crate::plane::outbox::Outbox;
+use crate::plane::pools::Pools;
+use crate::plane::source::Source;
+
+/// What the thread is asked to do.
+#[derive(Debug)]
+pub(super) enum Order {
+    /// The peer's plane has said which ports it has.
+    PeerUp {
+        peer: PeerKey,
+        rails: Vec<RailAddress>,
+        outgoing: mpsc::Sender<Message>,
+        done: oneshot::Sender<bool>,
+    },
+    /// The link that the peer is at the other end of.
+    Attach { peer: PeerKey, link: LinkId },
+    /// A message of the peer's plane. The permit is for its place in the queue.
+    PeerSaid {
+        peer: PeerKey,
+        message: Message,
+        place: OwnedSemaphorePermit,
+    },
+    /// The introduction takes too long.
+    GiveUp { peer: PeerKey },
+    PeerGone { peer: PeerKey },
+    Command(PlaneCommand),
+    LinkDown(LinkId),
+    PoolGone(PoolId),
+    /// The end.
+    Stop,
+}
+
+/// The way to the thread. Never waits.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    // As long as the machine's outstanding commands and the peers' places.
+    orders: Mutex<VecDeque<Order>>,
+    wake: OwnedFd,
+}
+
+impl Inbox {
+    pub(super) fn new() -> rustix::io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            orders: Mutex::default(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        }))
+    }
+
+    pub(super) fn push(&self, order: Order) {
+        let mut orders = lock(&self.orders);
+        let is_first = orders.is_empty();
+        orders.push_back(order);
+        drop(orders);
+        // The thread takes all that there are whenever it wakes.
+        if is_first && let Err(error) = rustix::io::write(&self.wake, &1_u64.to_ne_bytes()) {
+            // EAGAIN: the count is full, so it is awake.
+            debug!("wake the verbs thread: {error}");
+        }
+    }
+
+    fn take(&self, into: &mut VecDeque<Order>) {
+        std::mem::swap(&mut *lock(&self.orders), into);
+    }
+}
+
+/// What there is, for people.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    pub(super) queue_pairs: AtomicU64,
+    pub(super) regions: AtomicU64,
+    /// Bound or idle.
+    pub(super) windows: AtomicU64,
+    /// Peers that were cut off, and writers that were refused.
+    pub(super) refused: AtomicU64,
+}
+
+/// All that the thread owns.
+#[derive(Debug)]
+pub(super) struct Worker {
+    pub(super) inbox: Arc<Inbox>,
+    pub(super) outbox: Arc<Outbox>,
+    pub(super) pools: Arc<Pools>,
+    pub(super) faults: Arc<Faults>,
+    pub(super) settings: VerbsSettings,
+    pub(super) outstanding_bytes_max: u64,
+    pub(super) counts: Arc<Counts>,
+    // Windows before lanes: a queue pair with bound windows takes long to destroy.
+    pub(super) grants: BTreeMap<GrantId, Inbound>,
+    pub(super) lanes: Lanes,
+    pub(super) rails: Vec<Rail>,
+    /// The rails', as peers know them.
+    pub(super) addresses: Vec<RailAddress>,
+    pub(super) peers: BTreeMap<PeerKey, Peer>,
+    pub(super) links: HashMap<LinkId, PeerKey>,
+    // After lanes: what a device may still read ends with them.
+    pub(super) writers: BTreeMap<TransferId, Writer>,
+    /// Writers that wait for their keys.
+    pub(super) awaiting: BTreeMap<(LinkId, GrantId), TransferId>,
+    pub(super) chain: SendChain,
+    /// Lanes that are to be offered, and when.
+    pub(super) due_offers: Vec<(Instant, PeerKey)>,
+    /// Since when some grant's sign of life waits to be told.
+    pub(super) say_landed_at: Option<Instant>,
+    pub(super) looked_for_late: Instant,
+    pub(super) random: u64,
+    pub(super) refused: u64,
+}
+
+impl Worker {
+    /// Runs until it is told to stop.
+    pub(super) fn run(mut self) {
+        let _abort = AbortOnPanic;
+        let mut orders = VecDeque::new();
+        let mut busy_at = Instant::now();
+        loop {
+            let mut worked = false;
+            self.inbox.take(&mut orders);
+            for order in orders.drain(..) {
+                worked = true;
+                if matches!(order, Order::Stop) {
+                    return self.close();
+                }
+                self.obey(order);
+            }
+            worked |= self.poll();
+            let now = Instant::now();
+            self.keep_time(now);
+            if worked {
+                busy_at = now;
+                self.cut_off_the_deaf();
+                self.publish();
+            } else if now.duration_since(busy_at) >= SPIN {
+                self.sleep(now);
+                busy_at = Instant::now();
+            }
+        }
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::PeerUp {
+                peer,
+                rails,
+                outgoing,
+                done,
+            } => self.peer_up(peer, rails, outgoing, done),
+            Order::Attach { peer, link } => self.attach(peer, link),
+            Order::PeerSaid {
+                peer,
+                message,
+                place,
+            } => {
+                self.peer_said(peer, message);
+                drop(place);
+            }
+            Order::GiveUp { peer } => self.judge(peer, false),
+            Order::PeerGone { peer } => self.peer_gone(peer),
+            Order::LinkDown(link) => {
+                if let Some(peer) = self.links.get(&link).copied() {
+                    self.peer_gone(peer);
+                }
+            }
+            Order::PoolGone(pool) => self.rails.iter_mut().for_each(|rail| rail.forget(pool)),
+            Order::Command(command) => self.command(command),
+            Order::Stop => {}
+        }
+    }
+
+    fn command(&mut self, command: PlaneCommand) {
+        match command {
+            PlaneCommand::Arm {
+                grant,
+                link,
+                key,
+                pool,
+                slots,
+                pages,
+            } => self.arm(Terms {
+                grant,
+                link,
+                key,
+                pool,
+                slots,
+                pages,
+            }),
+            PlaneCommand::Fence { grant } => self.fence(grant),
+            PlaneCommand::OpenWriter {
+                transfer,
+                grant,
+                link,
+                key,
+                pool,
+                slots,
+            } => {
+                let (outbox, pools) = (&self.outbox, &self.pools);
+                if let Some(source) = Source::open(outbox, pools, transfer, grant, pool, &slots) {
+                    self.open_writer(link, key, source);
+                }
+            }
+            PlaneCommand::Write { transfer, run } => self.write(transfer, run),
+            PlaneCommand::Drain { transfer } => self.drain(transfer),
+            PlaneCommand::Stop { transfer } => self.stop(transfer),
+        }
+    }
+
+    /// Takes completions in; whether there were any.
+    fn poll(&mut self) -> bool {
+        let mut worked = false;
+        for rail in 0..self.rails.len() {
+            let queues: Vec<_> = self.rails[rail].queues().map(Arc::clone).collect();
+            for queue in queues {
+                let mut room = Completions::new();
+                match queue.poll(&mut room) {
+                    Ok(polled) => {
+                        for completion in polled {
+                            worked = true;
+                            self.completed(completion);
+                        }
+                    }
+                    Err(error) => panic!("a completion queue is lost: {error}"),
+                }
+            }
+        }
+        worked
+    }
+
+    fn completed(&mut self, completion: WorkCompletion) {
+        let Some((lane, kind)) = LaneKey::parse(completion.wr_id) else {
+            return error!("a completion of no request of ours: {completion:?}");
+        };
+        let opcode = match completion.result {
+            Ok(opcode) => opcode,
+            // A flush says nothing of delivery: whatever the lane carried is fenced.
+            Err(status) => return self.lane_broke(lane, &status.to_string()),
+        };
+        match (kind, opcode) {
+            (Kind::Receive, Opcode::ReceiveInvalidate(rkey)) => {
+                self.received(lane, Received::Invalidated(rkey));
+            }
+            (Kind::Receive, Opcode::ReceiveImmediate(number)) => {
+                self.received(lane, Received::Number(number));
+            }
+            (Kind::Binds, _) => self.binds_completed(lane),
+            (Kind::Drain, _) => self.drain_completed(lane),
+            (Kind::Probe, _) => {
+                if let Some(found) = self.lanes.find(lane) {
+                    found.completed();
+                }
+                self.lane_probed(lane);
+            }
+            (Kind::Progress | Kind::Writes, _) => self.writes_completed(lane),
+            (Kind::Receive, other) => {
+                debug!(?other, "a message that no plane sends");
+                self.lane_broke(lane, "a message that no plane sends");
+            }
+        }
+    }
+
+    fn keep_time(&mut self, now: Instant) {
+        if self.say_landed_at.is_some_and(|since| now >= since + LANDED_EVERY) {
+            self.report_landed();
+        }
+        while let Some(index) = self.due_offers.iter().position(|(at, _)| now >= *at) {
+            let (_, peer) = self.due_offers.swap_remove(index);
+            self.offer_lane(peer);
+        }
+        if now.duration_since(self.looked_for_late) >= LATE_EVERY {
+            self.looked_for_late = now;
+            self.fail_late_writers(now);
+        }
+    }
+
+    /// How long until `keep_time` has something to do.
+    fn until_due(&self, now: Instant) -> Duration {
+        let landed = self.say_landed_at.map(|since| since + LANDED_EVERY);
+        let offers = self.due_offers.iter().map(|(at, _)| *at);
+        let late = (!self.awaiting.is_empty()).then(|| self.looked_for_late + LATE_EVERY);
+        let next = landed.into_iter().chain(offers).chain(late).min();
+        next.map_or(SLEEP_MAX, |at| at.saturating_duration_since(now).min(SLEEP_MAX))
+    }
+
+    /// Sleeps until there is something to do.
+    fn sleep(&mut self, now: Instant) {
+        for rail in &self.rails {
+            rail.channel.clear();
+            for queue in rail.queues() {
+                if let Err(error) = queue.request_notification() {
+                    panic!("a completion queue is lost: {error}");
+                }
+            }
+        }
+        // What completed before notification was asked for is not told of.
+        if self.poll() || !lock(&self.inbox.orders).is_empty() {
+            return;
+        }
+        let timeout = Timespec::try_from(self.until_due(now)).unwrap_or(Timespec {
+            tv_sec: 1,
+            tv_nsec: 0,
+        });
+        let contexts = self.rails.iter().map(|rail| rail.domain.context());
+        let mut fds = vec![PollFd::new(&self.inbox.wake, PollFlags::IN)];
+        fds.extend(
+            self.rails
+                .iter()
+                .map(|rail| PollFd::from_borrowed_fd(rail.channel.as_fd(), PollFlags::IN)),
+        );
+        fds.extend(
+            contexts.map(|context| PollFd::from_borrowed_fd(context.events_fd(), PollFlags::IN)),
+        );
+        if let Err(error) = poll(&mut fds, Some(&timeout)) {
+            debug!("wait for the verbs devices: {error}");
+        }
+        let devices = fds.split_off(1 + self.rails.len());
+        let ready: Vec<usize> = (0..)
+            .zip(&devices)
+            .filter(|(_, fd)| fd.revents().contains(PollFlags::IN))
+            .map(|(rail, _)| rail)
+            .collect();
+        drop(devices);
+        drop(fds);
+        let mut count = [0; 8];
+        // EAGAIN: something else woke us.
+        let _none = rustix::io::read(&self.inbox.wake, &mut count);
+        for rail in ready {
+            self.device_event(rail);
+        }
+    }
+
+    fn device_event(&mut self, rail: usize) {
+        let rail = &self.rails[rail];
+        let device = rail.device();
+        match rail.domain.context().next_event() {
+            Ok(AsyncEvent::PortActive) => tracing::info!(device, "the port is up"),
+            // Lanes through it break by themselves when they carry something.
+            Ok(AsyncEvent::PortDown) => warn!(device, "the port is down"),
+            Ok(AsyncEvent::DeviceFatal) => error!(device, "the device is lost"),
+            Ok(AsyncEvent::Other(kind)) => debug!(device, kind, "a device's event"),
+            Err(error) => debug!(device, "{error}"),
+        }
+    }
+
+    fn cut_off_the_deaf(&mut self) {
+        let deaf = self.peers.iter().find(|(_, peer)| peer.is_deaf);
+        if let Some(peer) = deaf.map(|(key, _)| *key) {
+            warn!(peer = peer.0, "a peer's plane does not listen: it is cut off");
+            self.refused += 1;
+            self.peer_gone(peer);
+        }
+    }
+
+    fn publish(&self) {
+        let bound: u64 = self.grants.values().map(Inbound::windows).sum();
+        let (mut regions, mut windows) = (0, bound);
+        for rail in &self.rails {
+            let (of_rail, idle) = rail.counts();
+            regions += of_rail;
+            windows += idle;
+        }
+        // Relaxed: statistics.
+        let counts = &self.counts;
+        counts.queue_pairs.store(self.lanes.count(), Ordering::Relaxed);
+        counts.regions.store(regions, Ordering::Relaxed);
+        counts.windows.store(windows, Ordering::Relaxed);
+        counts.refused.store(self.refused, Ordering::Relaxed);
+    }
+
+    /// Ends every peer: grants are fenced and writers fail, with proof.
+    fn close(mut self) {
+        let peers: Vec<_> = self.peers.keys().copied().collect();
+        for peer in peers {
+            self.peer_gone(peer);
+        }
+    }
+}
+
+/// A number for the first packet of a queue pair: 24 bits, so that a packet of an earlier one with
+/// the same number is not taken for one of this.
+pub(super) fn number(random: &mut u64) -> u32 {
+    // splitmix64.
+    *random = random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mut mixed = *random;
+    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    u32::try_from(mixed >> 40).expect("24 bits")
+}
+
+/// A plane whose thread is gone would hold every slot for ever, while the daemon seems well. Queue
+/// pairs end with the process, and its next life accepts nothing from before (S6).
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            error!("the verbs thread has failed: the daemon ends");
+            std::process::abort();
+        }
+    }
+}
+
+/// How long to poll on when there is nothing: about what a wake-up costs.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// How often the machine hears of a sign of life.
+const LANDED_EVERY: Duration = Duration::from_millis(50);
+
+/// How often to look for writers that have waited too long.
+const LATE_EVERY: Duration = Duration::from_secs(1);
+
+const SLEEP_MAX: Duration = Duration::from_secs(1);

@@ -1,0 +1,21 @@
+//! What the operator says of the `verbs` plane, whether it is built in or not.
+
+/// How grants may be given.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum VerbsMode {
+    /// By the whole pool's key, to peers that are trusted like oneself.
+    Lane,
+    /// By a memory window for each contiguous run of pages.
+    Window,
+}
+
+/// What the operator says of the plane.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct VerbsSettings {
+    /// Devices to use; empty: all.
+    pub devices: Vec<String>,
+    /// The preferred first.
+    pub modes: Vec<VerbsMode>,
+    /// How many transfers from one peer may write at a time; each has a queue pair.
+    pub lanes: usize,
+}
