@@ -54,6 +54,9 @@ fn side(modes: &[Mode], faults: &Arc<Faults>) -> (Side, Arc<VerbsPlane>) {
 
 /// Both planes are given as well.
 async fn planes(modes: &[Mode], faults: &Arc<Faults>) -> (Pair, [Arc<VerbsPlane>; 2]) {
+    // Shown where a test fails.
+    let log = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG);
+    let _first = log.with_ansi(false).with_test_writer().try_init();
     let (source, here) = side(modes, faults);
     let (target, there) = side(modes, faults);
     let (out, back) = testing::connect().await;

@@ -264,11 +264,17 @@ impl Opcode {
             sys::ibv_wc_opcode::IBV_WC_RDMA_READ => Self::Read,
             sys::ibv_wc_opcode::IBV_WC_RDMA_WRITE => Self::Write,
             sys::ibv_wc_opcode::IBV_WC_SEND => Self::Send,
-            sys::ibv_wc_opcode::IBV_WC_RECV if has(sys::ibv_wc_flags::IBV_WC_WITH_INV) => {
-                Self::ReceiveInvalidate(RKey(number))
-            }
             sys::ibv_wc_opcode::IBV_WC_RECV if has(sys::ibv_wc_flags::IBV_WC_WITH_IMM) => {
                 Self::ReceiveImmediate(u32::from_be(number))
+            }
+            // Soft-RoCE's kernel module passes its own number for the flag on, which means
+            // IP_CSUM_OK to the library: measured on 6.1. That has no meaning on a reliable
+            // connection. The probe sees to it that a device raises neither without invalidating.
+            sys::ibv_wc_opcode::IBV_WC_RECV
+                if has(sys::ibv_wc_flags::IBV_WC_WITH_INV)
+                    || has(sys::ibv_wc_flags::IBV_WC_IP_CSUM_OK) =>
+            {
+                Self::ReceiveInvalidate(RKey(number))
             }
             sys::ibv_wc_opcode::IBV_WC_RECV => Self::Receive,
             other => Self::Unknown(other),

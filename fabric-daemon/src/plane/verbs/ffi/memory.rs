@@ -190,6 +190,13 @@ impl MemoryWindow {
         self.raw
     }
 
+    /// Notes the key of a bind that was posted. M: providers leave that to the caller for type 2,
+    /// and soft-RoCE refuses the next bind of a window that has another key than it thinks.
+    pub(super) fn bound_under(&self, rkey: RKey) {
+        // SAFETY: the window is there; `self` is not `Sync`, so nobody else looks at its fields.
+        unsafe { (*self.raw).rkey = rkey.0 };
+    }
+
     /// Destroys the window, bound or not. Once this has returned no new access through it begins;
     /// one packet may be under way until its queue pair is destroyed.
     pub(crate) fn close(self) -> Result<(), VerbsError> {

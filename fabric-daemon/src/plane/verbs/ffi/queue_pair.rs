@@ -219,7 +219,9 @@ impl QueuePair {
         // SAFETY: the queue pair, the window and the region are there, and the request outlives
         // the call, which copies it.
         let code = unsafe { sys::ibv_post_send(self.raw, &raw mut request, &raw mut refused) };
-        check("ibv_post_send", code)
+        check("ibv_post_send", code)?;
+        window.bound_under(rkey);
+        Ok(())
     }
 
     /// Destroys the queue pair. Once this has returned the device does not touch memory for it any
