@@ -80,6 +80,7 @@ async fn metrics(State(page): State<Arc<Page>>) -> Response {
         links: page.shell.links.count(),
         sessions: page.shell.sessions.count(),
         refused: page.shell.planes.refused(),
+        verbs_objects: page.shell.planes.verbs_objects(),
     };
     let kind = [(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)];
     (kind, page.shell.metrics.text(&gauges)).into_response()

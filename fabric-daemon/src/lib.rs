@@ -34,4 +34,5 @@ mod sync;
 pub use config::Config;
 pub use daemon::{Daemon, RunError, StartError, Stopped, run};
 pub use link::{BindError, TlsError};
+pub use planes::PlaneStartError;
 pub use session::ListenError;

@@ -57,15 +57,18 @@ pub(crate) struct Metrics {
     slots_freed: IntCounter,
     slots_leased: IntCounter,
     slots_released: IntCounter,
+    verbs_objects: IntGaugeVec,
 }
 
 /// What is looked up when somebody asks.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Gauges {
     pub(crate) usage: Usage,
     pub(crate) links: usize,
     pub(crate) sessions: usize,
     pub(crate) refused: [(PlaneKind, u64); 3],
+    /// Of the `verbs` plane; empty where it is off.
+    pub(crate) verbs_objects: Vec<(&'static str, u64)>,
 }
 
 impl Metrics {
@@ -186,6 +189,11 @@ impl Metrics {
             slots_freed: set.counter("slots_freed_total", "Slots that nobody holds any more."),
             slots_leased: set.counter("slots_leased_total", "Slots that were leased."),
             slots_released: set.counter("slots_released_total", "Slots whose lease ended."),
+            verbs_objects: set.gauges(
+                "verbs_objects",
+                "Objects that the verbs plane holds on RDMA devices, by kind.",
+                &["kind"],
+            ),
             registry: set.about(node, incarnation),
         };
         metrics.initialise();
@@ -194,7 +202,7 @@ impl Metrics {
 
     /// Makes every combination of labels that can be known.
     fn initialise(&self) {
-        for plane in [PlaneKind::Quic, PlaneKind::Shm] {
+        for plane in [PlaneKind::Quic, PlaneKind::Shm, PlaneKind::Verbs] {
             self.grants_opened.with_label_values(&[plane_label(plane)]);
             self.plane_writers_refused
                 .with_label_values(&[plane_label(plane)]);
@@ -357,6 +365,11 @@ impl Metrics {
             self.pool_slots
                 .with_label_values(&[state])
                 .set(signed(slots));
+        }
+        for (kind, count) in &gauges.verbs_objects {
+            self.verbs_objects
+                .with_label_values(&[kind])
+                .set(signed(*count));
         }
         for (plane, refused) in gauges.refused {
             let counter = self
@@ -528,7 +541,12 @@ mod tests {
             },
             links: 2,
             sessions: 1,
-            refused: [(PlaneKind::Quic, 3), (PlaneKind::Shm, 0), (PlaneKind::Verbs, 0)],
+            refused: [
+                (PlaneKind::Quic, 3),
+                (PlaneKind::Shm, 0),
+                (PlaneKind::Verbs, 0),
+            ],
+            verbs_objects: vec![("queue_pair", 16)],
         }
     }
 

@@ -165,8 +165,9 @@ impl Planes {
     }
 
     /// What the `verbs` plane has of each kind of object.
-    pub(crate) fn verbs_objects(&self) -> Option<[(&'static str, u64); 3]> {
-        self.verbs.as_ref().map(VerbsPlane::objects)
+    pub(crate) fn verbs_objects(&self) -> Vec<(&'static str, u64)> {
+        let objects = self.verbs.as_ref().map(VerbsPlane::objects);
+        objects.into_iter().flatten().collect()
     }
 
     /// The planes of the link to ourselves.

@@ -365,8 +365,7 @@ impl Links {
             shm_path: peer.shm_path,
             verbs,
         };
-        self.planes
-            .link_up(link, &about, &connection, reach);
+        self.planes.link_up(link, &about, &connection, reach);
         Ok(Up {
             link,
             about,

@@ -99,7 +99,12 @@ impl Node {
             usage: Usage::default(),
             links: self.links.count(),
             sessions: 0,
-            refused: [(PlaneKind::Quic, 0), (PlaneKind::Shm, 0), (PlaneKind::Verbs, 0)],
+            refused: [
+                (PlaneKind::Quic, 0),
+                (PlaneKind::Shm, 0),
+                (PlaneKind::Verbs, 0),
+            ],
+            verbs_objects: Vec::new(),
         });
         assert!(text.contains(line), "{line} is missing from\n{text}");
     }

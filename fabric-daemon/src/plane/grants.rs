@@ -52,7 +52,11 @@ pub struct GrantStopped {
 #[cfg(feature = "rdma")]
 impl GrantStopped {
     // S1: there is a `Revoked` only where no key opens the grant's slots any more.
-    pub(super) fn by_hardware(grant: GrantId, by: StoppedBy, _proof: super::verbs::Revoked) -> Self {
+    pub(super) fn by_hardware(
+        grant: GrantId,
+        by: StoppedBy,
+        _proof: super::verbs::Revoked,
+    ) -> Self {
         Self { grant, by }
     }
 }

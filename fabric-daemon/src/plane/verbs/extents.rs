@@ -92,7 +92,11 @@ impl Reach {
     /// The extent of a page, and where the page lies.
     pub(super) fn find(&self, region: u16, position: u32) -> Option<(&Extent, u64)> {
         let spans = self.extents.first().is_some_and(|first| first.regions > 1);
-        let key = if spans { (0, position) } else { (region, position) };
+        let key = if spans {
+            (0, position)
+        } else {
+            (region, position)
+        };
         let after = self
             .extents
             .partition_point(|extent| (extent.region, extent.first) <= key);
@@ -245,7 +249,9 @@ mod tests {
             for extent in &reach.extents {
                 let start = usize::try_from(extent.offset).unwrap();
                 let bytes = usize::try_from(reach.extent_bytes(extent)).unwrap();
-                covered[start..start + bytes].iter_mut().for_each(|byte| *byte += 1);
+                covered[start..start + bytes]
+                    .iter_mut()
+                    .for_each(|byte| *byte += 1);
             }
             let mut want = vec![0; covered.len()];
             for region in 0..3 {

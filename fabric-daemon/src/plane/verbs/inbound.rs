@@ -105,7 +105,7 @@ impl Worker {
         let mut error = PlanError::NoMode;
         for mode in &self.settings.modes {
             let (cover, most) = match mode {
-                Mode::Window => (Cover::Contiguous, WINDOWS_MAX),
+                Mode::Window => (Cover::Contiguous, usize::from(WINDOWS_MAX)),
                 Mode::Lane => (Cover::Slots, EXTENTS_MAX),
             };
             let reach = Reach::plan(&pool.spec, area.slots(), &pages, cover);
@@ -135,7 +135,11 @@ impl Worker {
     /// Gives a waiting grant its lane.
     pub(super) fn bind(&mut self, grant: GrantId, lane: LaneKey) {
         let found = self.lanes.find(lane).expect("an idle lane is there");
-        assert_eq!(found.side, Side::Destination(State::Idle), "one grant at a time");
+        assert_eq!(
+            found.side,
+            Side::Destination(State::Idle),
+            "one grant at a time"
+        );
         found.side = Side::Destination(State::Busy(grant));
         let rail = found.rail;
         let inbound = self.grants.get_mut(&grant).expect("who waits is there");
@@ -182,10 +186,8 @@ impl Worker {
                 let (window, rkey) = next_window(|| rail.window())?;
                 let signal = if last == 0 { Signal::Yes } else { Signal::No };
                 lane.queue_pair.post_bind(
-                    key.wr_id(Kind::Binds),
-                    signal,
-                    &window,
-                    rkey,
+                    (key.wr_id(Kind::Binds), signal),
+                    (&window, rkey),
                     region,
                     (extent.offset, inbound.reach.extent_bytes(&extent)),
                     Access::REMOTE_WRITE,
@@ -245,7 +247,10 @@ impl Worker {
         let Side::Destination(State::Busy(grant)) = lane.side else {
             return; // A probe, or of a grant that is closed.
         };
-        let inbound = self.grants.get_mut(&grant).expect("a busy lane has its grant");
+        let inbound = self
+            .grants
+            .get_mut(&grant)
+            .expect("a busy lane has its grant");
         match what {
             Received::Invalidated(rkey) => {
                 let expected = inbound.windows.get(inbound.invalidated);
@@ -328,7 +333,10 @@ impl Worker {
     }
 
     fn tell_closed(&mut self, grant: GrantId, link: LinkId, by: StoppedBy, proof: Revoked) {
-        let peer = self.links.get(&link).and_then(|key| self.peers.get_mut(key));
+        let peer = self
+            .links
+            .get(&link)
+            .and_then(|key| self.peers.get_mut(key));
         if let Some(peer) = peer {
             peer.tell(Message::Closed { grant });
         }
@@ -339,7 +347,7 @@ impl Worker {
     fn landed(&mut self, grant: GrantId) {
         if let Some(inbound) = self.grants.get_mut(&grant) {
             inbound.landed = true;
-            self.say_landed_at = self.say_landed_at.or(Some(Instant::now()));
+            self.say_landed_at = self.say_landed_at.or_else(|| Some(Instant::now()));
         }
     }
 

@@ -62,7 +62,9 @@ impl LaneKey {
             Kind::Receive,
             Kind::Writes,
         ];
-        let kind = kinds.into_iter().find(|kind| *kind as u64 == wr_id & 0xFFFF)?;
+        let kind = kinds
+            .into_iter()
+            .find(|kind| *kind as u64 == wr_id & 0xFFFF)?;
         let key = Self {
             index: u16::try_from(wr_id >> 16 & 0xFFFF).ok()?,
             generation: u32::try_from(wr_id >> 32).ok()?,
@@ -162,7 +164,8 @@ impl Lane {
 
     /// Posts the receives. Their key is the lane's.
     pub(super) fn post_receives(&self, key: LaneKey, count: u32) -> Result<(), VerbsError> {
-        self.queue_pair.post_receives(key.wr_id(Kind::Receive), count)
+        self.queue_pair
+            .post_receives(key.wr_id(Kind::Receive), count)
     }
 
     pub(super) fn connect(&self, route: &Route) -> Result<(), VerbsError> {
@@ -176,7 +179,10 @@ impl Lane {
 
     /// Notes a group that was posted, the last of which is signalled.
     pub(super) fn posted(&mut self, requests: u32, bytes: u64) {
-        assert!(requests > 0 && requests <= self.room(), "the queue has room");
+        assert!(
+            requests > 0 && requests <= self.room(),
+            "the queue has room"
+        );
         self.outstanding += requests;
         self.groups.push_back(Group { requests, bytes });
     }
@@ -212,7 +218,10 @@ impl Lane {
         let stopped = self.queue_pair.stop();
         let mut closed = Ok(());
         for window in windows {
-            closed = closed.and(window.close());
+            // All of them, whatever becomes of one.
+            if let Err(error) = window.close() {
+                closed = Err(error);
+            }
         }
         let destroyed = self.queue_pair.close();
         rail.release(&self.completions);
@@ -327,7 +336,7 @@ impl Lanes {
 pub(super) const SENDS_MAX: u32 = 256;
 
 /// Windows of one grant: each takes a message to invalidate, and a receive for it.
-pub(super) const WINDOWS_MAX: usize = 1024;
+pub(super) const WINDOWS_MAX: u16 = 1024;
 
 /// Receives that a lane always has posted: for a whole drain, and for the few messages that say
 /// that the writer is alive.

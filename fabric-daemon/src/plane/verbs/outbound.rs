@@ -99,7 +99,10 @@ impl Worker {
         let Some(transfer) = self.awaiting.get(&(link, grant)).copied() else {
             return;
         };
-        let peer = self.links.get(&link).and_then(|key| self.peers.get_mut(key));
+        let peer = self
+            .links
+            .get(&link)
+            .and_then(|key| self.peers.get_mut(key));
         let Some(peer) = peer else {
             return;
         };
@@ -145,7 +148,11 @@ impl Worker {
         if u64::from(reach.page_bytes) != writer.source.area.page_bytes() {
             return Err(format!("the peer's pages have {} bytes", reach.page_bytes));
         }
-        assert_eq!(lane.side, Side::Source(None), "the caller has seen that it is free");
+        assert_eq!(
+            lane.side,
+            Side::Source(None),
+            "the caller has seen that it is free"
+        );
         let rail = &mut self.rails[lane.rail];
         let region = rail
             .region(writer.source.pool_id, &writer.source.pool)
@@ -239,7 +246,11 @@ impl Worker {
                     writer.outstanding += group.bytes;
                     posting.stall = posting.stall.saturating_sub(group.bytes);
                 }
-                Err(why) => break Err(why),
+                Err(why) => {
+                    // The next chain is for another lane.
+                    posting.chain.clear();
+                    break Err(why);
+                }
             }
         };
         if let Err(why) = posted {
@@ -331,7 +342,10 @@ impl Worker {
 
     /// Fails the writers of a link that have no lane: the others' lanes have failed them.
     pub(super) fn fail_waiting_writers(&mut self, link: LinkId) {
-        let of_link = self.writers.iter().filter(|(_, writer)| writer.link == link);
+        let of_link = self
+            .writers
+            .iter()
+            .filter(|(_, writer)| writer.link == link);
         let of_link: Vec<_> = of_link.map(|(transfer, _)| *transfer).collect();
         for transfer in of_link {
             self.fail_writer(transfer, "the link is down");
@@ -402,7 +416,7 @@ impl Posting<'_> {
     /// Fills the chain with what comes next; `None` where there is nothing, or no room for it.
     fn next(&mut self, parts: Parts<'_>) -> Result<Option<Group>, String> {
         // One place stays free, for the message that says that we are alive.
-        let room = parts.room.saturating_sub(1).min(SendChain::MAX as u32);
+        let room = parts.room.saturating_sub(1).min(CHAIN_MAX);
         if room == 0 {
             return Ok(None);
         }
@@ -488,13 +502,22 @@ impl Posting<'_> {
                 path.drain_posted = true;
                 self.chain.send_invalidate(self.drain_id, Signal::Yes, rkey);
             } else {
-                let signal = if group.requests == room { Signal::Yes } else { Signal::No };
+                let signal = if group.requests == room {
+                    Signal::Yes
+                } else {
+                    Signal::No
+                };
                 self.chain.send_invalidate(self.wr_id, signal, rkey);
             }
         }
         group
     }
 }
+
+/// [`SendChain::MAX`].
+const CHAIN_MAX: u32 = 32;
+
+const _: () = assert!(CHAIN_MAX as usize == SendChain::MAX);
 
 /// Bytes of one write. Short enough that a slow port says often that it is alive.
 const WRITE_BYTES_MAX: u64 = 1 << 20;

@@ -199,7 +199,10 @@ impl Worker {
         };
         peer.next_lane = next;
         let Some((rail, their_rail)) = route_of(&self.addresses, &peer.rails, lane_number.0) else {
-            warn!(peer = key.0, "no port of the peer is of a kind with one here");
+            warn!(
+                peer = key.0,
+                "no port of the peer is of a kind with one here"
+            );
             return;
         };
         let first = number(&mut self.random);
@@ -312,8 +315,8 @@ impl Worker {
             return Err(PeerError::Lane(lane_number));
         }
         let (rail, our_first) = (found.rail, found.first);
-        let (_, their_rail) = route_of(&self.addresses, &peer.rails, lane_number.0)
-            .expect("as when it was offered");
+        let (_, their_rail) =
+            route_of(&self.addresses, &peer.rails, lane_number.0).expect("as when it was offered");
         let address = peer.rails[their_rail];
         let route = self.route(rail, address, (number, first), our_first);
         let found = self.lanes.find(lane).expect("as above");
@@ -400,7 +403,11 @@ impl Worker {
         let Some(peer) = self.peers.get(&key) else {
             return;
         };
-        let lanes = if offered_by_sender { &peer.theirs } else { &peer.ours };
+        let lanes = if offered_by_sender {
+            &peer.theirs
+        } else {
+            &peer.ours
+        };
         if let Some(lane) = lanes.get(&number).copied() {
             self.lane_broke(lane, "the peer's end is gone");
         }
@@ -412,7 +419,12 @@ impl Worker {
             return;
         };
         let (peer, number, side) = (lane.peer, lane.number, lane.side);
-        debug!(peer = peer.0, lane = number.0, ?side, "a lane is gone: {why}");
+        debug!(
+            peer = peer.0,
+            lane = number.0,
+            ?side,
+            "a lane is gone: {why}"
+        );
         match side {
             Side::Destination(State::Busy(grant)) => self.revoke_grant(grant),
             Side::Destination(_) => self.destroy_lane(key),
@@ -542,7 +554,9 @@ mod tests {
         };
         let ours = [port(true, 0), port(true, 1)];
         let theirs = [port(true, 2), port(true, 3)];
-        let turns: Vec<_> = (0..5).filter_map(|turn| route_of(&ours, &theirs, turn)).collect();
+        let turns: Vec<_> = (0..5)
+            .filter_map(|turn| route_of(&ours, &theirs, turn))
+            .collect();
         assert_eq!(turns, [(0, 0), (1, 1), (0, 1), (1, 0), (0, 0)]);
         let mixed = [port(false, 4), port(true, 5)];
         assert_eq!(route_of(&ours, &mixed, 0), Some((1, 1)));

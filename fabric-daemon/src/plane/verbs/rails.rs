@@ -6,12 +6,12 @@ use std::sync::Arc;
 use fabric_proto::ids::PoolId;
 use tracing::{info, warn};
 
+use super::Mode;
 use super::codec::{RAILS_MAX, RailAddress};
 use super::ffi::{
     Access, CompletionChannel, CompletionQueue, Context, GidEntry, GidKind, Limits, MemoryRegion,
     MemoryWindow, ProtectionDomain, VerbsError, device_names,
 };
-use super::Mode;
 use super::lanes::LANE_COMPLETIONS;
 use crate::plane::pools::Pool;
 
@@ -57,7 +57,10 @@ impl Rail {
         let gids = 0..u8::try_from(attributes.gids).unwrap_or(u8::MAX);
         let gids: Vec<_> = gids.filter_map(|index| context.gid(port, index)).collect();
         let Some(gid) = best_gid(&gids, attributes.is_ethernet) else {
-            warn!(device, port, "not used: the port has no address that can be routed");
+            warn!(
+                device,
+                port, "not used: the port has no address that can be routed"
+            );
             return Ok(None);
         };
         Ok(Some(Self {

@@ -148,13 +148,18 @@ async fn a_second_writer_and_one_with_another_key_are_refused() {
     pair.target.arm(1, BACK, &[0, 1], &[]);
     pair.target.wait(|event| *event == Event::Armed(1)).await;
     let thief = TransferId(100);
-    pair.source.open_with(thief, 1, OUT, &[0, 1], testing::key(2));
+    pair.source
+        .open_with(thief, 1, OUT, &[0, 1], testing::key(2));
     pair.source.write(100, testing::run(0, 0, 2));
-    pair.source.wait(|event| *event == Event::WriterFailed(1)).await;
+    pair.source
+        .wait(|event| *event == Event::WriterFailed(1))
+        .await;
     pair.source.log.clear();
     pair.source.open(1, OUT, &[0, 1]);
     pair.source.write(1, testing::run(0, 0, 2));
-    pair.source.wait(|event| *event == Event::WriterFailed(1)).await;
+    pair.source
+        .wait(|event| *event == Event::WriterFailed(1))
+        .await;
     assert!(pair.target.contents() == before);
     pair.target.fence(1);
     assert_eq!(pair.target.wait_writes_stopped(1).await, StoppedBy::Fence);
@@ -173,11 +178,16 @@ async fn more_grants_than_lanes_wait_for_their_turn() {
         pair.target.arm(grant, BACK, &slots(grant), &[]);
     }
     for grant in 1..=20 {
-        pair.target.wait(|event| *event == Event::Armed(grant)).await;
+        pair.target
+            .wait(|event| *event == Event::Armed(grant))
+            .await;
         pair.source.open(grant, OUT, &slots(grant));
         pair.source.write(grant, testing::run(0, 0, 1));
         pair.source.drain(grant);
-        assert_eq!(pair.target.wait_writes_stopped(grant).await, StoppedBy::Drain);
+        assert_eq!(
+            pair.target.wait_writes_stopped(grant).await,
+            StoppedBy::Drain
+        );
     }
 }
 
@@ -195,7 +205,9 @@ async fn ten_thousand_transfers_leave_no_object_behind() {
     for grant in 1..=10_000 {
         let slots = random.pick(3, 64);
         pair.target.arm(grant, BACK, &slots, &[]);
-        pair.target.wait(|event| *event == Event::Armed(grant)).await;
+        pair.target
+            .wait(|event| *event == Event::Armed(grant))
+            .await;
         pair.source.open(grant, OUT, &slots);
         pair.source.write(grant, testing::run(0, 0, 3));
         if grant % 100 == 0 {

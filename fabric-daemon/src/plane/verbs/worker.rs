@@ -22,6 +22,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tracing::{debug, error, warn};
 
+use super::VerbsSettings;
 use super::codec::{Message, RailAddress};
 use super::ffi::{AsyncEvent, Completions, Opcode, SendChain, WorkCompletion};
 use super::inbound::{Inbound, Received, Terms};
@@ -29,7 +30,6 @@ use super::lanes::{Kind, LaneKey, Lanes};
 use super::outbound::Writer;
 use super::peers::{Peer, PeerKey};
 use super::rails::Rail;
-use super::VerbsSettings;
 use crate::plane::faults::Faults;
 use crate::plane::lock;
 use crate::plane::outbox::Outbox;
@@ -47,7 +47,10 @@ pub(super) enum Order {
         done: oneshot::Sender<bool>,
     },
     /// The link that the peer is at the other end of.
-    Attach { peer: PeerKey, link: LinkId },
+    Attach {
+        peer: PeerKey,
+        link: LinkId,
+    },
     /// A message of the peer's plane. The permit is for its place in the queue.
     PeerSaid {
         peer: PeerKey,
@@ -55,8 +58,12 @@ pub(super) enum Order {
         place: OwnedSemaphorePermit,
     },
     /// The introduction takes too long.
-    GiveUp { peer: PeerKey },
-    PeerGone { peer: PeerKey },
+    GiveUp {
+        peer: PeerKey,
+    },
+    PeerGone {
+        peer: PeerKey,
+    },
     Command(PlaneCommand),
     LinkDown(LinkId),
     PoolGone(PoolId),
@@ -265,7 +272,7 @@ impl Worker {
         let opcode = match completion.result {
             Ok(opcode) => opcode,
             // A flush says nothing of delivery: whatever the lane carried is fenced.
-            Err(status) => return self.lane_broke(lane, &status.to_string()),
+            Err(status) => return self.lane_broke(lane, &format!("{status} ({kind:?})")),
         };
         match (kind, opcode) {
             (Kind::Receive, Opcode::ReceiveInvalidate(rkey)) => {
@@ -291,7 +298,10 @@ impl Worker {
     }
 
     fn keep_time(&mut self, now: Instant) {
-        if self.say_landed_at.is_some_and(|since| now >= since + LANDED_EVERY) {
+        if self
+            .say_landed_at
+            .is_some_and(|since| now >= since + LANDED_EVERY)
+        {
             self.report_landed();
         }
         while let Some(index) = self.due_offers.iter().position(|(at, _)| now >= *at) {
@@ -310,7 +320,9 @@ impl Worker {
         let offers = self.due_offers.iter().map(|(at, _)| *at);
         let late = (!self.awaiting.is_empty()).then(|| self.looked_for_late + LATE_EVERY);
         let next = landed.into_iter().chain(offers).chain(late).min();
-        next.map_or(SLEEP_MAX, |at| at.saturating_duration_since(now).min(SLEEP_MAX))
+        next.map_or(SLEEP_MAX, |at| {
+            at.saturating_duration_since(now).min(SLEEP_MAX)
+        })
     }
 
     /// Sleeps until there is something to do.
@@ -376,7 +388,10 @@ impl Worker {
     fn cut_off_the_deaf(&mut self) {
         let deaf = self.peers.iter().find(|(_, peer)| peer.is_deaf);
         if let Some(peer) = deaf.map(|(key, _)| *key) {
-            warn!(peer = peer.0, "a peer's plane does not listen: it is cut off");
+            warn!(
+                peer = peer.0,
+                "a peer's plane does not listen: it is cut off"
+            );
             self.refused += 1;
             self.peer_gone(peer);
         }
@@ -392,7 +407,9 @@ impl Worker {
         }
         // Relaxed: statistics.
         let counts = &self.counts;
-        counts.queue_pairs.store(self.lanes.count(), Ordering::Relaxed);
+        counts
+            .queue_pairs
+            .store(self.lanes.count(), Ordering::Relaxed);
         counts.regions.store(regions, Ordering::Relaxed);
         counts.windows.store(windows, Ordering::Relaxed);
         counts.refused.store(self.refused, Ordering::Relaxed);

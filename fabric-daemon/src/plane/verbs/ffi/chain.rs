@@ -10,8 +10,8 @@ use super::{QueuePair, RKey, VerbsError};
 /// Up to [`SendChain::MAX`] work requests for one queue pair. Made once and filled again and again:
 /// nothing is allocated for a request.
 pub(crate) struct SendChain {
-    requests: Box<[sys::ibv_send_wr; SendChain::MAX]>,
-    pieces: Box<[sys::ibv_sge; SendChain::MAX]>,
+    requests: Box<[sys::ibv_send_wr; Self::MAX]>,
+    pieces: Box<[sys::ibv_sge; Self::MAX]>,
     len: usize,
 }
 
@@ -63,14 +63,33 @@ impl SendChain {
         }
     }
 
-    /// Writes to the peer's memory.
-    pub(crate) fn write(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
-        self.transfer(sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, wr_id, signal, local, remote);
+    /// Drops what was not posted.
+    pub(crate) fn clear(&mut self) {
+        self.len = 0;
     }
 
-    /// Reads from the peer's memory.
-    pub(crate) fn read(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
-        self.transfer(sys::ibv_wr_opcode::IBV_WR_RDMA_READ, wr_id, signal, local, remote);
+    /// Writes to the peer's memory.
+    ///
+    /// # Panics
+    ///
+    /// Where the chain is full; so do the others.
+    pub(crate) fn write(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
+        let index = self.len;
+        self.pieces[index] = sys::ibv_sge {
+            addr: local.offset,
+            length: local.bytes,
+            lkey: local.lkey,
+        };
+        let piece = &raw mut self.pieces[index];
+        let request = self.next(sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, wr_id, signal);
+        request.sg_list = piece;
+        request.num_sge = 1;
+        request.wr = sys::wr_t {
+            rdma: sys::rdma_t {
+                remote_addr: remote.offset,
+                rkey: remote.rkey.0,
+            },
+        };
     }
 
     /// Sends a message of nothing but a number.
@@ -84,13 +103,9 @@ impl SendChain {
     /// Sends an empty message that invalidates the peer's window with this key.
     pub(crate) fn send_invalidate(&mut self, wr_id: u64, signal: Signal, rkey: RKey) {
         let request = self.next(sys::ibv_wr_opcode::IBV_WR_SEND_WITH_INV, wr_id, signal);
-        request.imm_data_invalidated_rkey_union = invalidates(rkey);
-    }
-
-    /// Invalidates a window of this host.
-    pub(crate) fn invalidate(&mut self, wr_id: u64, signal: Signal, rkey: RKey) {
-        let request = self.next(sys::ibv_wr_opcode::IBV_WR_LOCAL_INV, wr_id, signal);
-        request.imm_data_invalidated_rkey_union = invalidates(rkey);
+        request.imm_data_invalidated_rkey_union = sys::imm_data_invalidated_rkey_union_t {
+            invalidated_rkey: rkey.0,
+        };
     }
 
     /// Posts the chain, and empties it. On an error the queue pair took only a part of it, if any:
@@ -109,37 +124,7 @@ impl SendChain {
         super::check("ibv_post_send", code)
     }
 
-    fn transfer(
-        &mut self,
-        opcode: sys::ibv_wr_opcode::Type,
-        wr_id: u64,
-        signal: Signal,
-        local: Local,
-        remote: Remote,
-    ) {
-        let index = self.len;
-        self.pieces[index] = sys::ibv_sge {
-            addr: local.offset,
-            length: local.bytes,
-            lkey: local.lkey,
-        };
-        let piece = &raw mut self.pieces[index];
-        let request = self.next(opcode, wr_id, signal);
-        request.sg_list = piece;
-        request.num_sge = 1;
-        request.wr = sys::wr_t {
-            rdma: sys::rdma_t {
-                remote_addr: remote.offset,
-                rkey: remote.rkey.0,
-            },
-        };
-    }
-
     /// The next request, linked to the one before.
-    ///
-    /// # Panics
-    ///
-    /// Where the chain is full.
     fn next(
         &mut self,
         opcode: sys::ibv_wr_opcode::Type,
@@ -167,11 +152,5 @@ impl std::fmt::Debug for SendChain {
         f.debug_struct("SendChain")
             .field("len", &self.len)
             .finish_non_exhaustive()
-    }
-}
-
-fn invalidates(rkey: RKey) -> sys::imm_data_invalidated_rkey_union_t {
-    sys::imm_data_invalidated_rkey_union_t {
-        invalidated_rkey: rkey.0,
     }
 }

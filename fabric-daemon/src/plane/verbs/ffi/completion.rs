@@ -51,8 +51,7 @@ impl CompletionChannel {
         loop {
             let (mut queue, mut about) = (ptr::null_mut(), ptr::null_mut());
             // SAFETY: the channel is there, and the targets are this function's.
-            let code =
-                unsafe { sys::ibv_get_cq_event(self.raw, &raw mut queue, &raw mut about) };
+            let code = unsafe { sys::ibv_get_cq_event(self.raw, &raw mut queue, &raw mut about) };
             if code != 0 {
                 return;
             }
@@ -167,7 +166,7 @@ impl Drop for CompletionQueue {
 }
 
 /// Room for what one poll takes.
-pub(crate) struct Completions([MaybeUninit<sys::ibv_wc>; Completions::MAX]);
+pub(crate) struct Completions([MaybeUninit<sys::ibv_wc>; Self::MAX]);
 
 impl Completions {
     /// Most completions of one poll.

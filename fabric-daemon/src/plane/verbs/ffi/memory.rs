@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::ops::BitOr;
-use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
 use rdma_mummy_sys as sys;
@@ -19,8 +18,6 @@ impl Access {
     pub(crate) const LOCAL_WRITE: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
     /// Write for a peer that shows the key.
     pub(crate) const REMOTE_WRITE: Self = Self(sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
-    /// Read for a peer that shows the key.
-    pub(crate) const REMOTE_READ: Self = Self(sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
     /// Have windows bound to it.
     pub(crate) const WINDOWS: Self = Self(sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
 }
@@ -48,7 +45,7 @@ impl fmt::Debug for RKey {
 /// where it lies in this process.
 pub(crate) struct MemoryRegion {
     raw: *mut sys::ibv_mr,
-    domain: Arc<ProtectionDomain>,
+    _domain: Arc<ProtectionDomain>,
     // Dropped after `drop` has ended the registration: so the memory is mapped for as long.
     pool: Arc<Pool>,
 }
@@ -76,39 +73,11 @@ impl MemoryRegion {
                 access.0,
             )
         };
-        Self::new("ibv_reg_mr_iova2", raw, domain, pool)
-    }
-
-    /// Registers device memory by its dma-buf descriptor, in place of the pool's own.
-    pub(crate) fn register_dmabuf(
-        domain: &Arc<ProtectionDomain>,
-        pool: &Arc<Pool>,
-        dmabuf: impl AsFd,
-        access: Access,
-    ) -> Result<Self, VerbsError> {
-        let bytes = usize::try_from(pool.spec.bytes()).expect("a pool's length fits usize");
-        let fd = dmabuf.as_fd().as_raw_fd();
-        let access = i32::try_from(access.0).expect("these flags are small numbers");
-        // SAFETY: the kernel checks the descriptor and its length, and keeps the memory.
-        let raw = unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), 0, bytes, 0, fd, access) };
-        Self::new("ibv_reg_dmabuf_mr", raw, domain, pool)
-    }
-
-    fn new(
-        call: &'static str,
-        raw: *mut sys::ibv_mr,
-        domain: &Arc<ProtectionDomain>,
-        pool: &Arc<Pool>,
-    ) -> Result<Self, VerbsError> {
         Ok(Self {
-            raw: check_pointer(call, raw)?,
-            domain: Arc::clone(domain),
+            raw: check_pointer("ibv_reg_mr_iova2", raw)?,
+            _domain: Arc::clone(domain),
             pool: Arc::clone(pool),
         })
-    }
-
-    pub(crate) fn pool(&self) -> &Arc<Pool> {
-        &self.pool
     }
 
     /// The key for this host's own work requests.

@@ -179,8 +179,7 @@ impl QueuePair {
             };
             let mut refused = ptr::null_mut();
             // SAFETY: the queue pair is there, and the request outlives the call, which copies it.
-            let code =
-                unsafe { sys::ibv_post_recv(self.raw, &raw mut request, &raw mut refused) };
+            let code = unsafe { sys::ibv_post_recv(self.raw, &raw mut request, &raw mut refused) };
             check("ibv_post_recv", code)?;
         }
         Ok(())
@@ -190,10 +189,8 @@ impl QueuePair {
     /// this queue pair's peer alone.
     pub(crate) fn post_bind(
         &self,
-        wr_id: u64,
-        signal: Signal,
-        window: &MemoryWindow,
-        rkey: RKey,
+        (wr_id, signal): (u64, Signal),
+        (window, rkey): (&MemoryWindow, RKey),
         region: &MemoryRegion,
         (offset, bytes): (u64, u64),
         access: Access,
