@@ -12,8 +12,8 @@ const VERBS: &str = r#"
 [verbs]
 # RDMA devices to use; all of them, if there are none here.
 devices = []
-# How a peer's device may be let in, the preferred first. "window": to the pages of its grant, for as
-# long as that is open. "lane": to the whole pool, and stopped by its own word or with its queue
+# How a peer's device may be let in, the preferred first. "window": to the pages of its grant, for
+# as long as that is open. "lane": to the whole pool, and stopped by its own word or with its queue
 # pair: for peers that are trusted like this daemon itself.
 modes = ["window"]
 "#;

@@ -17,8 +17,8 @@
 //! 2. `source`: whatever reads a pool to send from it does so through one value that is never
 //!    copied. When that value is gone, and only then, there is a [`SourceStopped`].
 //!
-//! 3. `verbs::lanes`: where the source's device writes by itself, the proof is that the destination's
-//!    has taken its rights back.
+//! 3. `verbs::lanes`: where the source's device writes by itself, the proof is that the
+//!    destination's has taken its rights back.
 //!
 //! Both proofs are made when a value is dropped at the latest, so a task that fails, panics or is
 //! aborted still gives its evidence, and gives it once.

@@ -43,7 +43,6 @@ impl VerbsPlane {
     /// # Errors
     ///
     /// Always.
-    #[expect(clippy::needless_pass_by_value, reason = "as where there is one")]
     pub fn new(
         _pools: Arc<Pools>,
         _events: Sender<Input<PlaneProofs>>,

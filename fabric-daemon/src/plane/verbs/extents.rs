@@ -133,7 +133,7 @@ impl Reach {
         })
     }
 
-    /// The runs of adjacent slots among the positions of `run`, over `regions` regions from its own.
+    /// The runs of adjacent slots among the positions of `run`, over `regions` regions.
     fn add_runs(&mut self, slots: &[u32], run: PageRun, regions: u16) {
         let mut position = run.first;
         let end = run.first + run.count;

@@ -7,8 +7,8 @@
 //!       └────────────────────────┴───────────────┴──────────────┴── fault or fence: revoked
 //! ```
 //!
-//! A lane has one grant at a time, and that is a departure from DESIGN, which lets a few lanes carry
-//! them all: here a fence, which destroys its lane, or a fault, which breaks it, costs no other
+//! A lane has one grant at a time, and that is a departure from DESIGN, which lets a few lanes
+//! carry them all: here a fence, which destroys its lane, or a fault, which breaks it, costs no other
 //! transfer anything, so there is nobody else's write to post again. Queue pairs are what devices
 //! have plenty of.
 
@@ -84,7 +84,7 @@ pub(super) struct Lane {
     pub(super) side: Side,
     /// The number of our first packet.
     pub(super) first: u32,
-    /// What was posted and not yet completed, group by group: the last request of each is signalled.
+    /// What was posted and not yet completed, by groups: the last request of each is signalled.
     groups: VecDeque<Group>,
     outstanding: u32,
 }
@@ -205,7 +205,7 @@ impl Lane {
     /// 2. The windows are destroyed: no key opens the slots. Before the queue pair, since soft-RoCE
     ///    would wait for them.
     /// 3. The queue pair is destroyed. Only this is a barrier: a packet may be under way through
-    ///    the first two (measured on soft-RoCE: 1 KiB, in 1 to 5 of 35 runs), and none was after it.
+    ///    the first two (measured on soft-RoCE: 1 KiB, in 1 to 5 of 35 runs); none was after it.
     ///
     /// Needs nobody's help, whatever state the lane is in. The probe at the start of the daemon
     /// tries it on each device: see `probe`.
@@ -248,7 +248,7 @@ impl Lane {
 }
 
 impl Lane {
-    /// The drain of a grant whose writer has the whole pool's key: its message after the last write.
+    /// The drain of a grant whose writer has the pool's own key: its message after the last write.
     ///
     /// That no write follows rests on the peer's word. Lane mode is for peers that are trusted like
     /// oneself, and has to be asked for.

@@ -12,14 +12,15 @@
 //! - [`ffi`]: the verbs API with safe owners.
 //! - `rails`: ports; `lanes`: queue pairs; `extents`: which memory a grant is.
 //! - `inbound` and `outbound`: a grant at its destination, a writer at its source.
-//! - `worker`: the one thread that owns it all; `peers`, `link`, `codec`: what planes tell each other.
+//! - `worker`: the one thread that owns it all.
+//! - `peers`, `link`, `codec`: what planes tell each other.
 //!
 //! What the hardware adds, and what is not left to it. A device that keeps to the specification
 //! confines a writer to the bytes of its windows, and after an invalidation refuses it whatever it
 //! posts (S1, S7). Soft-RoCE checks a window's key, state and queue pair, but not its bounds: it
 //! takes a write past the end as long as the region goes on (measured). So nothing here relies on
-//! bounds alone: an honest writer looks every page up in what it was granted, every page is verified
-//! after the grant is closed (S2), and a writer that strays through a window of its own breaks
+//! bounds alone: an honest writer looks every page up in what it was granted, every page is
+//! verified after the grant is closed (S2), and a writer that strays through a window of its own breaks
 //! another lease's checksum at worst, which is then found, never read.
 
 mod codec;
