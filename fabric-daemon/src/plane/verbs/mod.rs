@@ -20,8 +20,8 @@
 //! posts (S1, S7). Soft-RoCE checks a window's key, state and queue pair, but not its bounds: it
 //! takes a write past the end as long as the region goes on (measured). So nothing here relies on
 //! bounds alone: an honest writer looks every page up in what it was granted, every page is
-//! verified after the grant is closed (S2), and a writer that strays through a window of its own breaks
-//! another lease's checksum at worst, which is then found, never read.
+//! verified after the grant is closed (S2), and a writer that strays through a window of its own
+//! breaks another lease's checksum at worst, which is then found, never read.
 
 mod codec;
 mod extents;
