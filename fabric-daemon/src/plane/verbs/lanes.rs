@@ -9,8 +9,8 @@
 //!
 //! A lane has one grant at a time, and that is a departure from DESIGN, which lets a few lanes
 //! carry them all: here a fence, which destroys its lane, or a fault, which breaks it, costs no
-//! other transfer anything, so there is nobody else's write to post again. Queue pairs are what devices
-//! have plenty of.
+//! other transfer anything, so there is nobody else's write to post again. Queue pairs are what
+//! devices have plenty of.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
