@@ -175,8 +175,7 @@ impl Driver {
                 parts.shell.planes.submit(plane, command);
             }
             Output::Scrub { pool, slots } => parts.scrubber.submit(pool, slots),
-            Output::Unmap { pool } => {
-                let id = pool;
+            Output::Unmap { pool: id } => {
                 let pool = parts.pools.remove(id);
                 parts.shell.planes.pool_gone(id);
                 // Giving back many gigabytes takes a while.

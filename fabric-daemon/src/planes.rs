@@ -40,7 +40,7 @@ pub enum PlaneStartError {
 
 /// What a link's peer has that the planes need.
 #[derive(Debug)]
-pub(crate) struct Reach {
+pub(crate) struct PeerPlanes {
     /// Where its `shm` plane listens.
     pub(crate) shm_path: Option<PathBuf>,
     /// Its `verbs` plane, if the two can use it.
@@ -128,13 +128,13 @@ impl Planes {
         link: LinkId,
         about: &About,
         connection: &Connection,
-        reach: Reach,
+        theirs: PeerPlanes,
     ) {
-        if let (Some(verbs), Some(introduced)) = (&self.verbs, reach.verbs) {
+        if let (Some(verbs), Some(introduced)) = (&self.verbs, theirs.verbs) {
             verbs.link_up(link, introduced);
         }
         for kind in &about.planes {
-            match (kind, &self.quic, &self.shm, &reach.shm_path) {
+            match (kind, &self.quic, &self.shm, &theirs.shm_path) {
                 (PlaneKind::Quic, Some(quic), _, _) => quic.link_up(link, connection.clone()),
                 (PlaneKind::Shm, _, Some(shm), Some(path)) => {
                     shm.link_up(link, Some(about.node), path.clone());

@@ -42,6 +42,15 @@ pub struct PoolSpec {
     pub context_tokens: u64,
 }
 
+/// How far apart the pages of a pool lie, in bytes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Strides {
+    /// From a page to that of the next region, in the same slot.
+    pub region: u64,
+    /// From a page to that of the next slot, in the same region.
+    pub slot: u64,
+}
+
 impl PoolSpec {
     /// Bytes of the whole pool.
     #[must_use]
@@ -58,13 +67,24 @@ impl PoolSpec {
     pub fn page_offset(&self, region: u16, slot: u32) -> u64 {
         assert!(region < self.layout.regions, "the region is in the pool");
         assert!(slot < self.slots, "the slot is in the pool");
-        let page = match self.arrangement {
-            Arrangement::RegionMajor => u64::from(region) * u64::from(self.slots) + u64::from(slot),
-            Arrangement::SlotMajor => {
-                u64::from(slot) * u64::from(self.layout.regions) + u64::from(region)
-            }
-        };
-        page * u64::from(self.layout.page_bytes)
+        let strides = self.strides();
+        u64::from(region) * strides.region + u64::from(slot) * strides.slot
+    }
+
+    /// How far apart pages lie.
+    #[must_use]
+    pub fn strides(&self) -> Strides {
+        let page = u64::from(self.layout.page_bytes);
+        match self.arrangement {
+            Arrangement::RegionMajor => Strides {
+                region: u64::from(self.slots) * page,
+                slot: page,
+            },
+            Arrangement::SlotMajor => Strides {
+                region: page,
+                slot: u64::from(self.layout.regions) * page,
+            },
+        }
     }
 
     /// Slots that `tokens` tokens need.

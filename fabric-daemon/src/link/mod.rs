@@ -46,7 +46,7 @@ use self::hello::{HelloError, Introduction};
 use crate::driver::Event;
 use crate::metrics::Metrics;
 use crate::plane::{Introduced, UDP_PAYLOAD_BYTES_MAX, transport_config};
-use crate::planes::{Planes, Reach};
+use crate::planes::{PeerPlanes, Planes};
 use crate::registry::{Closing, Outgoing, Registry};
 use crate::store::{CERTIFICATE_NAME, Identity};
 
@@ -361,11 +361,11 @@ impl Links {
         let link = LinkId(self.next_link.fetch_add(1, Ordering::Relaxed));
         let (outgoing, closing) = self.registry.insert(link, about.clone());
         drop(seen);
-        let reach = Reach {
+        let theirs = PeerPlanes {
             shm_path: peer.shm_path,
             verbs,
         };
-        self.planes.link_up(link, &about, &connection, reach);
+        self.planes.link_up(link, &about, &connection, theirs);
         Ok(Up {
             link,
             about,

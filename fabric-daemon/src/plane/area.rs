@@ -1,6 +1,6 @@
 //! Where the pages of a lease lie in a pool's memory.
 
-use fabric_proto::pool::{Arrangement, PageRun, PoolSpec};
+use fabric_proto::pool::{PageRun, PoolSpec};
 
 /// The slots of a lease, by position, and the geometry of their pool.
 ///
@@ -29,17 +29,12 @@ impl Area {
         if slots.iter().any(|slot| *slot >= spec.slots) {
             return None;
         }
-        let page_bytes = u64::from(spec.layout.page_bytes);
-        let regions = spec.layout.regions;
-        let (region_stride, slot_stride) = match spec.arrangement {
-            Arrangement::RegionMajor => (u64::from(spec.slots) * page_bytes, page_bytes),
-            Arrangement::SlotMajor => (page_bytes, u64::from(regions) * page_bytes),
-        };
+        let strides = spec.strides();
         Some(Self {
-            page_bytes,
-            regions,
-            region_stride,
-            slot_stride,
+            page_bytes: u64::from(spec.layout.page_bytes),
+            regions: spec.layout.regions,
+            region_stride: strides.region,
+            slot_stride: strides.slot,
             slots,
         })
     }
@@ -101,22 +96,15 @@ impl Area {
 
 #[cfg(test)]
 mod tests {
-    use fabric_proto::ids::Tag;
-    use fabric_proto::pool::Layout;
+    use fabric_proto::pool::Arrangement;
 
     use super::*;
+    use crate::plane::testing;
 
     fn spec(arrangement: Arrangement) -> PoolSpec {
         PoolSpec {
-            layout: Layout {
-                model: Tag([0; 32]),
-                regions: 3,
-                page_bytes: 100,
-                tokens_per_slot: 1,
-            },
-            slots: 10,
             arrangement,
-            context_tokens: 1,
+            ..testing::spec(3, 100, 10)
         }
     }
 

@@ -71,7 +71,7 @@ impl WritesStopped for GrantStopped {
     }
 }
 
-/// What [`GrantTable::arm`] is told of a grant.
+/// What a plane is told of a grant that it is to arm.
 #[derive(Debug)]
 pub(super) struct Terms {
     pub(super) grant: GrantId,

@@ -54,7 +54,8 @@ pub use source::SourceStopped;
 pub use verbs::{VerbsPlane, VerbsStartError};
 pub use verbs_settings::{VerbsMode, VerbsSettings};
 
-pub(crate) use verbs::{Introduced, Opener};
+pub(crate) use verbs::Introduced;
+pub(crate) use verbs_settings::Opener;
 
 /// One way to move pages.
 ///

@@ -10,7 +10,7 @@ use quinn::Connection;
 use thiserror::Error;
 use tokio::sync::mpsc::Sender;
 
-use super::{Faults, Plane, PlaneProofs, Pools, VerbsSettings};
+use super::{Faults, Opener, Plane, PlaneProofs, Pools, VerbsSettings};
 
 /// There is no such plane.
 #[derive(Debug)]
@@ -19,15 +19,6 @@ pub struct VerbsPlane(Infallible);
 /// There is no such peer.
 #[derive(Debug)]
 pub(crate) struct Introduced(Infallible);
-
-/// Who opens the plane's stream.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Opener {
-    /// The peer.
-    Peer,
-    /// We.
-    Us,
-}
 
 /// Why the plane cannot start.
 #[derive(Debug, Error)]

@@ -1,4 +1,4 @@
-//! What the operator says of the `verbs` plane, whether it is built in or not.
+//! What the rest of the daemon says of the `verbs` plane, whether it is built in or not.
 
 /// How grants may be given.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -18,4 +18,13 @@ pub struct VerbsSettings {
     pub modes: Vec<VerbsMode>,
     /// How many transfers from one peer may write at a time; each has a queue pair.
     pub lanes: usize,
+}
+
+/// Who opens the plane's stream on a link: whoever opened the link.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Opener {
+    /// The peer.
+    Peer,
+    /// We.
+    Us,
 }

@@ -49,12 +49,8 @@ impl Reach {
     /// The extents of a grant's pages, without keys. `slots` by position; `pages` sorted, and
     /// empty for all of them.
     pub(super) fn plan(spec: &PoolSpec, slots: &[u32], pages: &[PageRun], cover: Cover) -> Self {
-        let page_bytes = u64::from(spec.layout.page_bytes);
         let regions = spec.layout.regions;
-        let (region_stride, slot_stride) = match spec.arrangement {
-            Arrangement::RegionMajor => (u64::from(spec.slots) * page_bytes, page_bytes),
-            Arrangement::SlotMajor => (page_bytes, u64::from(regions) * page_bytes),
-        };
+        let strides = spec.strides();
         let all = PageRun {
             region: 0,
             first: 0,
@@ -66,8 +62,8 @@ impl Reach {
         let mut reach = Self {
             by_window: cover == Cover::Contiguous,
             page_bytes: spec.layout.page_bytes,
-            region_stride,
-            slot_stride,
+            region_stride: strides.region,
+            slot_stride: strides.slot,
             extents: Vec::new(),
         };
         if spans_regions {
@@ -171,22 +167,13 @@ pub(super) struct Piece {
 
 #[cfg(test)]
 mod tests {
-    use fabric_proto::ids::Tag;
-    use fabric_proto::pool::Layout;
-
     use super::*;
+    use crate::plane::testing;
 
     fn spec(arrangement: Arrangement) -> PoolSpec {
         PoolSpec {
-            layout: Layout {
-                model: Tag([0; 32]),
-                regions: 3,
-                page_bytes: 100,
-                tokens_per_slot: 1,
-            },
-            slots: 10,
             arrangement,
-            context_tokens: 1,
+            ..testing::spec(3, 100, 10)
         }
     }
 

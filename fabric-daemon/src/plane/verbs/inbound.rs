@@ -10,8 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use fabric_proto::host::{Input, StoppedBy};
-use fabric_proto::ids::{GrantId, LinkId, PoolId, Secret, SlotRef};
-use fabric_proto::pool::PageRun;
+use fabric_proto::ids::{GrantId, LinkId, PoolId, Secret};
 use tracing::{debug, error, warn};
 
 use super::codec::{EXTENTS_MAX, Message};
@@ -21,7 +20,7 @@ use super::lanes::{Kind, LaneKey, Revoked, Side, State, WINDOWS_MAX};
 use super::worker::Worker;
 use super::{Mode, PROGRESS};
 use crate::plane::area::Area;
-use crate::plane::grants::GrantStopped;
+use crate::plane::grants::{GrantStopped, Terms};
 use crate::plane::pools::Pool;
 
 /// An armed grant.
@@ -49,17 +48,6 @@ impl Inbound {
     pub(super) fn windows(&self) -> u64 {
         self.windows.len() as u64
     }
-}
-
-/// A command's parts.
-#[derive(Debug)]
-pub(super) struct Terms {
-    pub(super) grant: GrantId,
-    pub(super) link: LinkId,
-    pub(super) key: Secret,
-    pub(super) pool: PoolId,
-    pub(super) slots: Arc<[SlotRef]>,
-    pub(super) pages: Arc<[PageRun]>,
 }
 
 impl Worker {

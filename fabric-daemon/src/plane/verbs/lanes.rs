@@ -16,6 +16,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use fabric_proto::ids::{GrantId, TransferId};
+use rustls::crypto::ring::default_provider;
 
 use super::codec::LaneNumber;
 use super::ffi::{Capacity, CompletionQueue, MemoryWindow, QueuePair, Route, VerbsError};
@@ -131,14 +132,13 @@ impl Lane {
         peer: PeerKey,
         number: LaneNumber,
         side: Side,
-        first: u32,
     ) -> Result<Self, VerbsError> {
+        let first = first_packet()?;
         let of = &mut rails[rail];
         let completions = of.reserve()?;
         let capacity = Capacity {
             sends: SENDS_MAX,
             receives: RECEIVES,
-            pieces: 1,
         };
         let made = QueuePair::new(&of.domain, &completions, capacity)
             .and_then(|made| made.initialise(of.port).map(|()| made));
@@ -207,8 +207,7 @@ impl Lane {
     /// 3. The queue pair is destroyed. Only this is a barrier: a packet may be under way through
     ///    the first two (measured on soft-RoCE: 1 KiB, in 1 to 5 of 35 runs); none was after it.
     ///
-    /// Needs nobody's help, whatever state the lane is in. The probe at the start of the daemon
-    /// tries it on each device: see `probe`.
+    /// Needs nobody's help, whatever state the lane is in.
     pub(super) fn revoke(
         self,
         rails: &mut [Rail],
@@ -245,9 +244,7 @@ impl Lane {
         // S1: see above.
         Revoked(())
     }
-}
 
-impl Lane {
     /// The drain of a grant whose writer has the pool's own key: its message after the last write.
     ///
     /// That no write follows rests on the peer's word. Lane mode is for peers that are trusted like
@@ -265,6 +262,18 @@ impl Revoked {
     }
 }
 
+/// A number for the first packet of a queue pair, so that a packet of an earlier one with the same
+/// number is not taken for one of this.
+fn first_packet() -> Result<u32, VerbsError> {
+    let mut number = [0; 4];
+    let random = default_provider().secure_random;
+    random.fill(&mut number[..3]).map_err(|_| VerbsError {
+        call: "getrandom",
+        code: NO_RANDOM,
+    })?;
+    Ok(u32::from_le_bytes(number))
+}
+
 /// The lanes of a plane, by a key that is never used again.
 #[derive(Debug, Default)]
 pub(super) struct Lanes {
@@ -279,7 +288,7 @@ struct Slot {
 }
 
 impl Lanes {
-    /// Adds a lane; `None` where there are too many.
+    /// Adds a lane; gives it back where there are too many.
     pub(super) fn insert(&mut self, lane: Lane) -> Result<LaneKey, Lane> {
         let index = match self.free.pop() {
             Some(index) => index,
@@ -331,6 +340,9 @@ impl Lanes {
         self.slots.iter().filter(|slot| slot.lane.is_some()).count() as u64
     }
 }
+
+/// M: errno(3), EIO.
+const NO_RANDOM: i32 = 5;
 
 /// Requests that one lane may have posted.
 pub(super) const SENDS_MAX: u32 = 256;

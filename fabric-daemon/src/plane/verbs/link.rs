@@ -9,18 +9,10 @@ use thiserror::Error;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tracing::debug;
 
+use super::Opener;
 use super::codec::{self, Message, RailAddress, ReceiveError};
 use super::peers::PeerKey;
 use super::worker::{Inbox, Order};
-
-/// Who opens the stream: whoever opened the link.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Opener {
-    /// The peer.
-    Peer,
-    /// We.
-    Us,
-}
 
 /// A peer whose lanes carry messages both ways, before its link has an id. Dropping it ends it.
 #[derive(Debug)]

@@ -60,10 +60,10 @@ use self::worker::{Counts, Inbox, Order, Worker};
 use super::faults::Faults;
 use super::outbox::Outbox;
 use super::pools::Pools;
-use super::{Plane, PlaneProofs, VerbsMode as Mode, VerbsSettings};
+use super::{Opener, Plane, PlaneProofs, VerbsMode as Mode, VerbsSettings};
 
 pub(super) use self::lanes::Revoked;
-pub(crate) use self::link::{Introduced, Opener};
+pub(crate) use self::link::Introduced;
 
 /// The plane for RDMA.
 #[derive(Debug)]
@@ -153,7 +153,6 @@ impl VerbsPlane {
             due_offers: Vec::new(),
             say_landed_at: None,
             looked_for_late: Instant::now(),
-            random: u64::from(std::process::id()) << 32 | u64::from(uptime_nanos()),
             refused: 0,
         };
         let thread = thread::Builder::new()
@@ -236,11 +235,6 @@ impl Drop for VerbsPlane {
             let _ended = thread.join();
         }
     }
-}
-
-fn uptime_nanos() -> u32 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    now.map_or(0, |since| since.subsec_nanos())
 }
 
 /// A message to see whether a lane carries anything.

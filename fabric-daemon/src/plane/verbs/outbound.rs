@@ -227,15 +227,16 @@ impl Worker {
             },
         };
         let posted = loop {
-            match posting.next(writer_parts(
-                &writer.source,
-                &mut writer.runs,
-                &mut writer.offset,
-                writer.outstanding,
-                writer.end,
+            let parts = Parts {
+                source: &writer.source,
+                runs: &mut writer.runs,
+                offset: &mut writer.offset,
+                outstanding: writer.outstanding,
+                end: writer.end,
                 path,
-                lane.room(),
-            )) {
+                room: lane.room(),
+            };
+            match posting.next(parts) {
                 Ok(None) => break Ok(()),
                 Ok(Some(group)) => {
                     if let Err(error) = posting.chain.post(&lane.queue_pair) {
@@ -374,26 +375,6 @@ struct Parts<'a> {
     end: Option<End>,
     path: &'a mut Path,
     room: u32,
-}
-
-fn writer_parts<'a>(
-    source: &'a Source,
-    runs: &'a mut VecDeque<PageRun>,
-    offset: &'a mut u64,
-    outstanding: u64,
-    end: Option<End>,
-    path: &'a mut Path,
-    room: u32,
-) -> Parts<'a> {
-    Parts {
-        source,
-        runs,
-        offset,
-        outstanding,
-        end,
-        path,
-        room,
-    }
 }
 
 /// How chains are filled.

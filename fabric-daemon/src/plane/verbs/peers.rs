@@ -11,7 +11,7 @@ use super::codec::{LaneNumber, LaneOffer, Message, RailAddress};
 use super::extents::Reach;
 use super::ffi::{Route, VerbsError};
 use super::lanes::{Kind, Lane, LaneKey, RECEIVES, Side, State};
-use super::worker::{Worker, number};
+use super::worker::Worker;
 
 /// A peer's number within this plane. Never used twice.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -205,14 +205,12 @@ impl Worker {
             );
             return;
         };
-        let first = number(&mut self.random);
         let made = Lane::new(
             &mut self.rails,
             rail,
             key,
             lane_number,
             Side::Destination(State::Connecting),
-            first,
         );
         let added = made.and_then(|lane| self.add_lane(lane));
         let lane = match added {
@@ -222,12 +220,8 @@ impl Worker {
                 return;
             }
         };
-        let number = self
-            .lanes
-            .find(lane)
-            .expect("it was just added")
-            .queue_pair
-            .number();
+        let made = self.lanes.find(lane).expect("it was just added");
+        let (number, first) = (made.queue_pair.number(), made.first);
         let peer = self.peers.get_mut(&key).expect("it was found above");
         peer.ours.insert(lane_number, lane);
         peer.tell(Message::Lane(LaneOffer {
@@ -267,19 +261,19 @@ impl Worker {
         let (Some(address), true) = (address, rail < self.rails.len()) else {
             return Err(PeerError::Lane(offer.lane));
         };
-        let first = number(&mut self.random);
-        let route = self.route(rail, address, (offer.number, offer.first), first);
         let side = Side::Source(None);
-        let made = Lane::new(&mut self.rails, rail, key, offer.lane, side, first)
+        let made = Lane::new(&mut self.rails, rail, key, offer.lane, side)
             .and_then(|lane| self.add_lane(lane));
         let connected = made.and_then(|lane| {
-            let found = self.lanes.find(lane).expect("it was just added");
+            let first = self.lanes.find(lane).expect("it was just added").first;
+            let route = self.route(rail, address, (offer.number, offer.first), first);
+            let found = self.lanes.find(lane).expect("as above");
             found.connect(&route)?;
-            Ok((lane, found.queue_pair.number()))
+            Ok((lane, found.queue_pair.number(), first))
         });
         let peer = self.peers.get_mut(&key).expect("it was found above");
         match connected {
-            Ok((lane, number)) => {
+            Ok((lane, number, first)) => {
                 peer.theirs.insert(offer.lane, lane);
                 peer.tell(Message::LaneReady {
                     lane: offer.lane,

@@ -117,6 +117,12 @@ impl Rail {
         self.queues.iter().map(|queue| &queue.completions)
     }
 
+    /// The queue of that number, if there are so many.
+    pub(super) fn queue(&self, index: usize) -> Option<Arc<CompletionQueue>> {
+        let queue = self.queues.get(index)?;
+        Some(Arc::clone(&queue.completions))
+    }
+
     /// The region of a pool, registered when it is first asked for.
     pub(super) fn region(
         &mut self,

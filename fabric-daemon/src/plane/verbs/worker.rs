@@ -25,12 +25,13 @@ use tracing::{debug, error, warn};
 use super::VerbsSettings;
 use super::codec::{Message, RailAddress};
 use super::ffi::{AsyncEvent, Completions, Opcode, SendChain, WorkCompletion};
-use super::inbound::{Inbound, Received, Terms};
+use super::inbound::{Inbound, Received};
 use super::lanes::{Kind, LaneKey, Lanes};
 use super::outbound::Writer;
 use super::peers::{Peer, PeerKey};
 use super::rails::Rail;
 use crate::plane::faults::Faults;
+use crate::plane::grants::Terms;
 use crate::plane::lock;
 use crate::plane::outbox::Outbox;
 use crate::plane::pools::Pools;
@@ -143,7 +144,6 @@ pub(super) struct Worker {
     /// Since when some grant's sign of life waits to be told.
     pub(super) say_landed_at: Option<Instant>,
     pub(super) looked_for_late: Instant,
-    pub(super) random: u64,
     pub(super) refused: u64,
 }
 
@@ -169,8 +169,8 @@ impl Worker {
             if worked {
                 busy_at = now;
                 self.cut_off_the_deaf();
-                self.publish();
             } else if now.duration_since(busy_at) >= SPIN {
+                self.publish();
                 self.sleep(now);
                 busy_at = Instant::now();
             }
@@ -248,8 +248,9 @@ impl Worker {
     fn poll(&mut self) -> bool {
         let mut worked = false;
         for rail in 0..self.rails.len() {
-            let queues: Vec<_> = self.rails[rail].queues().map(Arc::clone).collect();
-            for queue in queues {
+            let mut index = 0;
+            while let Some(queue) = self.rails[rail].queue(index) {
+                index += 1;
                 let mut room = Completions::new();
                 match queue.poll(&mut room) {
                     Ok(polled) => {
@@ -272,7 +273,13 @@ impl Worker {
         let opcode = match completion.result {
             Ok(opcode) => opcode,
             // A flush says nothing of delivery: whatever the lane carried is fenced.
-            Err(status) => return self.lane_broke(lane, &format!("{status} ({kind:?})")),
+            Err(status) => {
+                // Each request of a lane that is gone is flushed: a thousand receives and more.
+                if self.lanes.find(lane).is_some() {
+                    self.lane_broke(lane, &format!("{status} ({kind:?})"));
+                }
+                return;
+            }
         };
         match (kind, opcode) {
             (Kind::Receive, Opcode::ReceiveInvalidate(rkey)) => {
@@ -311,6 +318,7 @@ impl Worker {
         if now.duration_since(self.looked_for_late) >= LATE_EVERY {
             self.looked_for_late = now;
             self.fail_late_writers(now);
+            self.publish();
         }
     }
 
@@ -422,17 +430,6 @@ impl Worker {
             self.peer_gone(peer);
         }
     }
-}
-
-/// A number for the first packet of a queue pair: 24 bits, so that a packet of an earlier one with
-/// the same number is not taken for one of this.
-pub(super) fn number(random: &mut u64) -> u32 {
-    // splitmix64.
-    *random = random.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let mut mixed = *random;
-    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-    u32::try_from(mixed >> 40).expect("24 bits")
 }
 
 /// A plane whose thread is gone would hold every slot for ever, while the daemon seems well. Queue

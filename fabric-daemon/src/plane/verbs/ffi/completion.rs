@@ -268,7 +268,7 @@ impl Opcode {
             }
             // Soft-RoCE's kernel module passes its own number for the flag on, which means
             // IP_CSUM_OK to the library: measured on 6.1. That has no meaning on a reliable
-            // connection. The probe sees to it that a device raises neither without invalidating.
+            // connection.
             sys::ibv_wc_opcode::IBV_WC_RECV
                 if has(sys::ibv_wc_flags::IBV_WC_WITH_INV)
                     || has(sys::ibv_wc_flags::IBV_WC_IP_CSUM_OK) =>

@@ -36,13 +36,8 @@ unsafe impl Sync for Context {}
 /// What a device can do, as far as it matters here.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Limits {
-    /// Memory windows of type 2, bound to a queue pair: the kind that can be granted.
-    pub(crate) has_windows: bool,
     pub(crate) ports: u8,
-    pub(crate) windows_max: u32,
     pub(crate) completions_max: u32,
-    pub(crate) work_requests_max: u32,
-    pub(crate) queue_pairs_max: u32,
 }
 
 /// A port, as it is now.
@@ -54,7 +49,6 @@ pub(crate) struct Port {
     pub(crate) lid: u16,
     /// As in the specification: 1 is 256 bytes, 5 is 4096.
     pub(crate) mtu: u8,
-    pub(crate) message_bytes_max: u32,
     pub(crate) gids: u16,
 }
 
@@ -128,14 +122,9 @@ impl Context {
         check("ibv_query_device", code)?;
         // SAFETY: numbers only, for which zero bytes are fine, and the call has filled it.
         let attributes = unsafe { attributes.assume_init() };
-        let has = |flag: sys::ibv_device_cap_flags| attributes.device_cap_flags & flag.0 != 0;
         Ok(Limits {
-            has_windows: has(sys::ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B),
             ports: attributes.phys_port_cnt,
-            windows_max: count(attributes.max_mw),
             completions_max: count(attributes.max_cqe),
-            work_requests_max: count(attributes.max_qp_wr),
-            queue_pairs_max: count(attributes.max_qp),
         })
     }
 
@@ -152,7 +141,6 @@ impl Context {
             is_ethernet: attributes.link_layer == LINK_LAYER_ETHERNET,
             lid: attributes.lid,
             mtu: u8::try_from(attributes.active_mtu).unwrap_or(0),
-            message_bytes_max: attributes.max_msg_sz,
             gids: u16::try_from(attributes.gid_tbl_len).unwrap_or(0),
         })
     }

@@ -18,8 +18,6 @@ use super::{
 pub(crate) struct Capacity {
     pub(crate) sends: u32,
     pub(crate) receives: u32,
-    /// Pieces of local memory in one request.
-    pub(crate) pieces: u32,
 }
 
 /// From one queue pair to another.
@@ -74,7 +72,8 @@ impl QueuePair {
             cap: sys::ibv_qp_cap {
                 max_send_wr: capacity.sends,
                 max_recv_wr: capacity.receives,
-                max_send_sge: capacity.pieces,
+                // A chain's requests have one piece each.
+                max_send_sge: 1,
                 max_recv_sge: 1,
                 max_inline_data: 0,
             },
