@@ -1,7 +1,7 @@
 //! Helper processes that are driven by lines.
 
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command as StdCommand, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -22,18 +22,17 @@ pub struct LineChild {
 }
 
 impl LineChild {
-    /// Starts `program`; its standard error goes to `log`.
+    /// Starts a process; its standard error goes to `log`.
     ///
     /// # Errors
     ///
     /// If it cannot be started.
-    pub fn spawn(name: &str, program: &Path, arguments: &[String], log: &Path) -> Result<Self> {
+    pub fn spawn(name: &str, command: StdCommand, log: &Path) -> Result<Self> {
         let log = std::fs::OpenOptions::new()
             .create(true)
             .append(true)
             .open(log);
-        let mut child = Command::new(program)
-            .args(arguments)
+        let mut child = Command::from(command)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(log.with_context(|| format!("open the log of {name}"))?)

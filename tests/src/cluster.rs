@@ -16,6 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::host::Host;
 use crate::proxy::UdpProxy;
 
 /// What a node is to be.
@@ -31,6 +32,8 @@ pub struct NodeOptions {
     pub settings: String,
     /// Other nodes reach it through a [`UdpProxy`].
     pub proxied: bool,
+    /// Where its processes run.
+    pub host: Host,
 }
 
 impl NodeOptions {
@@ -43,7 +46,15 @@ impl NodeOptions {
             engines: vec![("engine".to_owned(), vec!["*".to_owned()])],
             settings: String::new(),
             proxied: false,
+            host: Host::here(),
         }
+    }
+
+    /// The same on another host.
+    #[must_use]
+    pub fn on(mut self, host: Host) -> Self {
+        self.host = host;
+        self
     }
 
     /// The same with one plane.
@@ -200,7 +211,8 @@ impl Cluster {
         let node = &self.nodes[index];
         let text = config(node, self.nodes.iter().filter(|other| other.id != node.id));
         let path = node.folder.join("daemon.toml");
-        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))
+        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+        node.options.host.put_folder(&node.folder)
     }
 
     /// Starts a node's daemon again, with the configuration as it is now.
@@ -216,7 +228,7 @@ impl Cluster {
 
     fn spawn_daemon(&mut self, index: usize) -> Result<()> {
         let node = &mut self.nodes[index];
-        let mut command = Command::new(&self.program);
+        let mut command = node.options.host.command(&self.program)?;
         command
             .arg("serve")
             .arg("--config")
@@ -235,19 +247,22 @@ impl Cluster {
         daemon.answers(&http, &url, READY_LIMIT).await
     }
 
-    /// Starts `fabric-engine` with arguments, and waits until it is ready. Gives its URL.
+    /// Starts `fabric-engine` beside a node with arguments, and waits until it is ready. Gives its
+    /// URL.
     ///
     /// # Errors
     ///
     /// If it does not become ready; the error has the end of its log.
     pub async fn engine(
         &mut self,
+        index: usize,
         program: &Path,
         name: &str,
         arguments: &[String],
     ) -> Result<String> {
-        let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?));
-        let mut command = Command::new(program);
+        let host = self.nodes[index].options.host;
+        let listen = SocketAddr::from((host.ip, free_port()?));
+        let mut command = host.command(program)?;
         command
             .arg("serve")
             .args(["--listen", &listen.to_string()])
@@ -652,7 +667,8 @@ async fn node(program: &Path, folder: &Path, options: NodeOptions) -> Result<Nod
         .as_str()
         .context("init names the node")?
         .to_owned();
-    let peers = SocketAddr::from((Ipv4Addr::LOCALHOST, free_udp_port()?));
+    let ip = options.host.ip;
+    let peers = SocketAddr::from((ip, free_udp_port()?));
     let proxy = match options.proxied {
         true => Some(UdpProxy::start(peers).await?),
         false => None,
@@ -660,7 +676,7 @@ async fn node(program: &Path, folder: &Path, options: NodeOptions) -> Result<Nod
     Ok(Node {
         id,
         peers,
-        admin: SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?)),
+        admin: SocketAddr::from((ip, free_port()?)),
         folder,
         proxy,
         daemon: None,

@@ -6,13 +6,17 @@
 //! - [`light`]: an engine without a model: pools of patterns, transfers, checks of every byte.
 //! - [`completions`]: a client of the thin engine.
 //! - [`child`]: helper processes that are driven over their standard input and output.
+//! - [`host`]: other hosts, virtual ones for instance, and processes on them.
+//! - [`world`]: two daemons and two engines, each a process that can be killed.
 
 #![forbid(unsafe_code)]
 
 pub mod child;
 pub mod cluster;
 pub mod completions;
+pub mod host;
 pub mod light;
 pub mod programs;
 pub mod proxy;
 pub mod random;
+pub mod world;

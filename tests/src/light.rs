@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use fabric_client::{
-    Delivered, HeldLease, LeaseRequest, Pool, ReceiveLease, SendRefusal, Session, Undelivered,
+    Delivered, HeldLease, LeaseError, LeaseRequest, Pool, ReceiveLease, SendRefusal, Session,
+    Undelivered,
 };
 use fabric_proto::ids::{EngineName, RequestId, SlotIndex, Tag, TenantId};
 use fabric_proto::outcome::{Failure, Outcome};
@@ -229,6 +230,61 @@ pub async fn finish(lease: ReceiveLease, held: HeldLease, job: &Job) -> Result<E
         source,
         destination,
     })
+}
+
+/// Leases the slots that a job names for another tenant, as soon as the daemon gives them out again.
+///
+/// # Errors
+///
+/// If it does not in time, or refuses.
+pub async fn next_tenant(pool: &Pool, job: &Job) -> Result<HeldLease> {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(20);
+    loop {
+        match pool.hold(job.held()).await {
+            Ok(held) => return Ok(held),
+            Err(LeaseError::Rejected(reason)) => {
+                let wait = ["slot_not_free", "busy"].contains(&reason.label());
+                anyhow::ensure!(wait, "the next tenant is refused: {reason}");
+            }
+            Err(error) => return Err(error.into()),
+        }
+        anyhow::ensure!(
+            tokio::time::Instant::now() < deadline,
+            "the slots are never free again"
+        );
+        tokio::time::sleep(Duration::from_micros(200)).await;
+    }
+}
+
+/// Looks at every page of the slots, as the next tenant finds them, then as it leaves them.
+///
+/// # Errors
+///
+/// If a byte is another's.
+pub async fn nobody_elses_bytes(mut held: HeldLease, job: &Job) -> Result<()> {
+    for region in 0..job.regions {
+        for position in 0..job.slots {
+            // S1, S2: scrubbed of the last tenant's bytes, and nothing has landed since.
+            let page = held.page(region, position);
+            anyhow::ensure!(
+                page.iter().all(|byte| *byte == 0),
+                "region {region}, {position}: not scrubbed"
+            );
+            fill(held.page_mut(region, position), job.seed, region, position);
+        }
+    }
+    tokio::time::sleep(Duration::from_millis(job.seed % 8)).await;
+    for region in 0..job.regions {
+        for position in 0..job.slots {
+            let page = held.page(region, position);
+            anyhow::ensure!(
+                matches(page, job.seed, region, position),
+                "a late write: {region}, {position}"
+            );
+        }
+    }
+    held.end();
+    Ok(())
 }
 
 /// Two nodes, `prefill` (0) and `decode` (1), each with an engine in this process.

@@ -62,7 +62,7 @@ impl World {
             shape.delay_ms,
         ]);
         let prefill = cluster
-            .engine(&programs.engine, "prefill", &arguments)
+            .engine(0, &programs.engine, "prefill", &arguments)
             .await?;
         let own = socket(&cluster, DECODE);
         let context = shape.decode_slots.parse::<u32>().context("slots")? * 16;
@@ -82,10 +82,12 @@ impl World {
             &prefill,
         ]);
         let decode = cluster
-            .engine(&programs.engine, "decode", &arguments)
+            .engine(1, &programs.engine, "decode", &arguments)
             .await?;
         let single = words(&["--role", "single", "--model", "random:1"]);
-        let single = cluster.engine(&programs.engine, "single", &single).await?;
+        let single = cluster
+            .engine(1, &programs.engine, "single", &single)
+            .await?;
         Ok(Self {
             cluster,
             decode,

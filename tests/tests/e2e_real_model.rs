@@ -37,11 +37,15 @@ async fn a_real_prompt_is_prefilled_here_and_decoded_there() -> Result<()> {
     };
     let (prefill, single) = (arguments("prefill", 0, &[]), arguments("single", 0, &[]));
     let prefill = cluster
-        .engine(&programs.engine, "prefill", &prefill)
+        .engine(0, &programs.engine, "prefill", &prefill)
         .await?;
     let decode = arguments("decode", 1, &["--prefill", &prefill]);
-    let decode = cluster.engine(&programs.engine, "decode", &decode).await?;
-    let single = cluster.engine(&programs.engine, "single", &single).await?;
+    let decode = cluster
+        .engine(1, &programs.engine, "decode", &decode)
+        .await?;
+    let single = cluster
+        .engine(0, &programs.engine, "single", &single)
+        .await?;
     let ask = Ask::new("a", PROMPT.trim_end(), 24);
     let alone = ask.whole(cluster.http(), &single).await?;
     let alone = alone.map_err(|refusal| anyhow::anyhow!("single: {}", refusal.body))?;

@@ -38,15 +38,25 @@ async fn every_byte_arrives_over_shm() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn odd_and_large_pages_arrive() -> Result<()> {
-    for plane in ["quic", "shm"] {
-        for (page, slots) in [(1, 300), (4093, 50), (3 << 20, 3)] {
-            let pair = Pair::start(nodes(plane), spec(2, page, slots)).await?;
-            drop(pair.delivers(&pair.job("a", slots, 9)).await?);
-            pair.passed().await?;
-        }
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn every_byte_arrives_over_verbs() -> Result<()> {
+    many_shapes_arrive("verbs").await?;
+    pages_arrive("verbs").await
+}
+
+async fn pages_arrive(plane: &'static str) -> Result<()> {
+    for (page, slots) in [(1, 300), (4093, 50), (3 << 20, 3)] {
+        let pair = Pair::start(nodes(plane), spec(2, page, slots)).await?;
+        drop(pair.delivers(&pair.job("a", slots, 9)).await?);
+        pair.passed().await?;
     }
     Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn odd_and_large_pages_arrive() -> Result<()> {
+    pages_arrive("quic").await?;
+    pages_arrive("shm").await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -263,31 +273,39 @@ async fn a_restarted_daemon_refuses_the_offers_of_its_earlier_life() -> Result<(
     pair.passed().await
 }
 
-/// The node whose daemon moves the bytes.
-fn writer(plane: &str) -> usize {
-    usize::from(plane == "shm")
+/// The node whose daemon flips bits: the source's where it copies, else the destination's.
+fn flipper(plane: &str) -> usize {
+    usize::from(plane != "quic")
 }
 
 /// Its peer still has a link to the life that was killed: the network says nothing of its end.
+async fn restarted(plane: &'static str) -> Result<()> {
+    let mut pair = Pair::start(nodes(plane), spec(2, 4096, 16)).await?;
+    drop(pair.delivers(&pair.job("a", 16, 1)).await?);
+    pair.cluster.nodes[1].kill()?;
+    pair.cluster.restart(1).await?;
+    let socket = pair.cluster.nodes[1].socket();
+    pair.destination = pool(&socket, "engine", spec(2, 4096, 16)).await?;
+    drop(pair.delivers(&pair.job("a", 16, 2)).await?);
+    pair.passed().await
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_daemon_is_served_at_once() -> Result<()> {
-    for plane in ["quic", "shm"] {
-        let mut pair = Pair::start(nodes(plane), spec(2, 4096, 16)).await?;
-        drop(pair.delivers(&pair.job("a", 16, 1)).await?);
-        pair.cluster.nodes[1].kill()?;
-        pair.cluster.restart(1).await?;
-        let socket = pair.cluster.nodes[1].socket();
-        pair.destination = pool(&socket, "engine", spec(2, 4096, 16)).await?;
-        drop(pair.delivers(&pair.job("a", 16, 2)).await?);
-        pair.passed().await?;
-    }
-    Ok(())
+    restarted("quic").await?;
+    restarted("shm").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn a_restarted_daemon_is_served_at_once_over_verbs() -> Result<()> {
+    restarted("verbs").await
 }
 
 async fn flipped(plane: &'static str) -> Result<()> {
     let mut nodes = nodes(plane);
-    let writer = writer(plane);
-    nodes[writer] = nodes[writer].clone().settings("[fault]\nflip_pages = 1");
+    let flipper = flipper(plane);
+    nodes[flipper] = nodes[flipper].clone().settings("[fault]\nflip_pages = 1");
     let pair = Pair::start(nodes, spec(8, 4096, 32)).await?;
     let delivered = pair.delivers(&pair.job("a", 32, 1)).await?;
     assert_eq!(
@@ -309,11 +327,22 @@ async fn a_flipped_bit_is_caught_and_only_its_page_sent_again() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn a_flipped_bit_is_caught_over_verbs() -> Result<()> {
+    flipped("verbs").await?;
+    corrupt(&["verbs"]).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_page_that_stays_corrupt_fails_the_transfer() -> Result<()> {
-    for plane in ["quic", "shm"] {
+    corrupt(&["quic", "shm"]).await
+}
+
+async fn corrupt(planes: &[&'static str]) -> Result<()> {
+    for plane in planes {
         let mut nodes = nodes(plane);
-        let writer = writer(plane);
-        nodes[writer] = nodes[writer]
+        let flipper = flipper(plane);
+        nodes[flipper] = nodes[flipper]
             .clone()
             .settings("[fault]\nflip_pages = 1000000");
         let pair = Pair::start(nodes, spec(2, 4096, 8)).await?;
@@ -332,7 +361,17 @@ async fn a_page_that_stays_corrupt_fails_the_transfer() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_writer_that_falls_silent_is_fenced() -> Result<()> {
-    for plane in ["quic", "shm"] {
+    silent(&["quic", "shm"]).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn a_writer_that_falls_silent_is_fenced_over_verbs() -> Result<()> {
+    silent(&["verbs"]).await
+}
+
+async fn silent(planes: &[&'static str]) -> Result<()> {
+    for plane in planes {
         let mut nodes = nodes(plane);
         nodes[0] = nodes[0]
             .clone()

@@ -8,62 +8,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use fabric_client::proto::ids::SlotIndex;
 use fabric_client::proto::wire::AbortPolicy;
-use fabric_client::{HeldLease, LeaseError, Pool};
 use fabric_tests::cluster::NodeOptions;
-use fabric_tests::light::{self, Job, Pair, fill, matches, spec};
+use fabric_tests::light::{self, Pair, spec};
 use fabric_tests::random::Random;
 
 const REGIONS: u16 = 16;
 const SLOTS: u32 = 16;
 const PAGE: u32 = 4096;
 const ROUNDS: u64 = 150;
-
-/// Leases the same slots for another tenant, as soon as the daemon gives them out again.
-async fn next_tenant(pool: &Pool, job: &Job) -> Result<HeldLease> {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(20);
-    loop {
-        match pool.hold(job.held()).await {
-            Ok(held) => return Ok(held),
-            Err(LeaseError::Rejected(reason)) => {
-                let wait = ["slot_not_free", "busy"].contains(&reason.label());
-                ensure!(wait, "the next tenant is refused: {reason}");
-            }
-            Err(error) => return Err(error.into()),
-        }
-        ensure!(
-            tokio::time::Instant::now() < deadline,
-            "the slots are never free again"
-        );
-        tokio::time::sleep(Duration::from_micros(200)).await;
-    }
-}
-
-/// Every page of the slots, as the next tenant finds them, then as it leaves them.
-async fn nobody_elses_bytes(mut held: HeldLease, job: &Job) -> Result<()> {
-    for region in 0..REGIONS {
-        for position in 0..SLOTS {
-            // S1, S2: scrubbed of the last tenant's bytes, and nothing has landed since.
-            let page = held.page(region, position);
-            ensure!(
-                page.iter().all(|byte| *byte == 0),
-                "region {region}, {position}: not scrubbed"
-            );
-            fill(held.page_mut(region, position), job.seed, region, position);
-        }
-    }
-    tokio::time::sleep(Duration::from_millis(job.seed % 8)).await;
-    for region in 0..REGIONS {
-        for position in 0..SLOTS {
-            let page = held.page(region, position);
-            ensure!(
-                matches(page, job.seed, region, position),
-                "a late write: {region}, {position}"
-            );
-        }
-    }
-    held.end();
-    Ok(())
-}
 
 async fn round(pair: &Pair, random: &mut Random, seed: u64) -> Result<&'static str> {
     let mut first = pair.job("first", SLOTS, seed * 2);
@@ -91,7 +43,7 @@ async fn round(pair: &Pair, random: &mut Random, seed: u64) -> Result<&'static s
     }
     let mut second = pair.job("second", SLOTS, seed * 2 + 1);
     second.source = (0..SLOTS).map(SlotIndex).collect();
-    let next = next_tenant(&pair.destination, &second).await?;
+    let next = light::next_tenant(&pair.destination, &second).await?;
     for (before, after) in epochs.iter().zip(next.slots()) {
         ensure!(after.index == before.index, "other slots");
         ensure!(
@@ -99,7 +51,7 @@ async fn round(pair: &Pair, random: &mut Random, seed: u64) -> Result<&'static s
             "S6: the epoch went from {before:?} to {after:?}"
         );
     }
-    nobody_elses_bytes(next, &second)
+    light::nobody_elses_bytes(next, &second)
         .await
         .with_context(|| format!("round {seed}"))?;
     let outcome = tokio::time::timeout(light::TRANSFER_LIMIT, sent).await;
@@ -139,4 +91,10 @@ async fn no_late_write_over_quic() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn no_late_write_over_shm() -> Result<()> {
     rounds("shm").await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn no_late_write_over_verbs() -> Result<()> {
+    rounds("verbs").await
 }

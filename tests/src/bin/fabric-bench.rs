@@ -8,6 +8,7 @@
 
 use std::io::Write;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -135,12 +136,9 @@ impl Bench {
             ] {
                 arguments.extend([format!("--{flag}"), value.to_string()]);
             }
-            LineChild::spawn(
-                role,
-                &own,
-                &arguments,
-                &cluster.folder().join(format!("{role}.log")),
-            )
+            let mut command = Command::new(&own);
+            command.args(arguments);
+            LineChild::spawn(role, command, &cluster.folder().join(format!("{role}.log")))
         };
         eprintln!("filling a pool of {} MiB", cli.shape.pool);
         let (mut source, mut destination) = (child("source", 0)?, child("destination", 1)?);

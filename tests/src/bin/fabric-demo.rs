@@ -199,7 +199,7 @@ impl<'a> Demo<'a> {
         let arguments: Vec<String> = arguments.into_iter().map(ToOwned::to_owned).collect();
         let url = self
             .cluster
-            .engine(&self.programs.engine, name, &arguments)
+            .engine(node, &self.programs.engine, name, &arguments)
             .await;
         bar.finish_and_clear();
         url

@@ -2,18 +2,23 @@
 //!
 //! It is driven by lines: `receive SLOTS SEED TENANT` is answered by `offer SEED HEX` and, later,
 //! `received SEED OUTCOME REASON right|wrong|-`; `send SLOTS SEED TENANT PAUSE_MS HEX` by
-//! `sent SEED OUTCOME REASON`.
+//! `sent SEED OUTCOME REASON`. `abort SEED` gives up a lease of `receive`. `tenant SLOTS SEED
+//! TENANT` holds slots, and compares every byte of them for a while: `tenant SEED alone`, or what
+//! was wrong.
 
 #![forbid(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
+use fabric_client::proto::ids::SlotIndex;
 use fabric_client::{LeaseError, Pool};
 use fabric_tests::child::commands;
 use fabric_tests::light::{self, Job};
+use tokio::sync::oneshot;
 
 /// A test's engine: see its source.
 #[derive(Debug, Parser)]
@@ -37,6 +42,7 @@ async fn main() -> Result<()> {
     let pool = light::pool(&cli.socket, &cli.name, spec).await?;
     println!("ready");
     let mut lines = commands();
+    let mut aborts: BTreeMap<String, oneshot::Sender<()>> = BTreeMap::new();
     while let Some(line) = lines.recv().await {
         let words: Vec<&str> = line.split(' ').collect();
         let job = |slots: &str, seed: &str, tenant: &str| -> Result<Job> {
@@ -48,7 +54,17 @@ async fn main() -> Result<()> {
         };
         match words[..] {
             ["receive", slots, seed, tenant] => {
-                tokio::spawn(receive(pool.clone(), job(slots, seed, tenant)?));
+                let (abort, aborted) = oneshot::channel();
+                aborts.insert(seed.to_owned(), abort);
+                tokio::spawn(receive(pool.clone(), job(slots, seed, tenant)?, aborted));
+            }
+            ["abort", seed] => {
+                let abort = aborts.remove(seed).context("no such lease")?;
+                // It may be over.
+                let _over = abort.send(());
+            }
+            ["tenant", slots, seed, tenant] => {
+                tokio::spawn(next_tenant(pool.clone(), job(slots, seed, tenant)?));
             }
             ["send", slots, seed, tenant, pause, offer] => {
                 let mut job = job(slots, seed, tenant)?;
@@ -62,14 +78,18 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-async fn receive(pool: Pool, job: Job) {
+async fn receive(pool: Pool, job: Job, aborted: oneshot::Receiver<()>) {
     let seed = job.seed;
     let lease = match pool.receive(job.wanted()).await {
         Ok(lease) => lease,
         Err(error) => return println!("received {seed} {} -", refused(&error)),
     };
     println!("offer {seed} {}", hex::encode(lease.offer()));
-    match lease.delivered().await {
+    let delivered = tokio::select! {
+        delivered = lease.delivered() => delivered,
+        Ok(()) = aborted => return println!("received {seed} aborted dropped -"),
+    };
+    match delivered {
         Ok(delivered) => {
             let right = match light::check(&delivered, &job) {
                 Ok(()) => "right",
@@ -92,6 +112,19 @@ async fn send(pool: Pool, job: Job, offer: Vec<u8>) {
             println!("sent {seed} {} {}", outcome.label(), outcome.reason());
         }
         Err(error) => println!("sent {seed} {}", refused(&error)),
+    }
+}
+
+async fn next_tenant(pool: Pool, mut job: Job) {
+    let seed = job.seed;
+    job.source = (0..job.slots).map(SlotIndex).collect();
+    let alone = async {
+        let held = light::next_tenant(&pool, &job).await?;
+        light::nobody_elses_bytes(held, &job).await
+    };
+    match alone.await {
+        Ok(()) => println!("tenant {seed} alone"),
+        Err(error) => println!("tenant {seed} {error:#}"),
     }
 }
 
