@@ -609,7 +609,7 @@ const LANES: Number = Number {
     least: 1,
     most: 256,
     unit: "queue pairs",
-    about: "How many transfers from one peer may write at a time.",
+    about: "How many transfers from one peer may write at a time, and so queue pairs for a port.",
 };
 
 const ABORT: Choice<AbortPolicy> = Choice {

@@ -333,14 +333,14 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    fn fill(&self, spec: PoolSpec, random: &mut Random) -> (Vec<u8>, Vec<u8>) {
+    pub(super) fn fill(&self, spec: PoolSpec, random: &mut Random) -> (Vec<u8>, Vec<u8>) {
         (
             self.source.fill(spec, random),
             self.target.fill(spec, random),
         )
     }
 
-    async fn begin(&mut self, grant: u64, from: &[u32], to: &[u32]) {
+    pub(super) async fn begin(&mut self, grant: u64, from: &[u32], to: &[u32]) {
         self.target.arm(grant, self.back, to, &[]);
         self.target
             .wait(|event| *event == Event::Armed(grant))
@@ -349,7 +349,7 @@ impl Pair {
     }
 
     /// Checks that each attempt ended once, and each grant.
-    async fn finish(&mut self, grants: RangeInclusive<u64>) {
+    pub(super) async fn finish(&mut self, grants: RangeInclusive<u64>) {
         self.source.settle().await;
         self.target.settle().await;
         for grant in grants {
@@ -362,7 +362,14 @@ impl Pair {
 }
 
 /// Copies a run within shadows of both pools.
-fn copy(spec: &PoolSpec, source: &[u8], target: &mut [u8], from: &[u32], to: &[u32], run: PageRun) {
+pub(super) fn copy(
+    spec: &PoolSpec,
+    source: &[u8],
+    target: &mut [u8],
+    from: &[u32],
+    to: &[u32],
+    run: PageRun,
+) {
     for position in run.first..run.first + run.count {
         let position = position as usize;
         let page = |slot| usize::try_from(spec.page_offset(run.region, slot)).unwrap();

@@ -16,7 +16,8 @@ pub struct VerbsSettings {
     pub devices: Vec<String>,
     /// The preferred first.
     pub modes: Vec<VerbsMode>,
-    /// How many transfers from one peer may write at a time; each has a queue pair.
+    /// How many transfers from one peer may write at a time; each has a queue pair for every port
+    /// here.
     pub lanes: usize,
 }
 

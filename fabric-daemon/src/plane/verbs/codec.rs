@@ -32,17 +32,17 @@ pub(super) enum Message {
         /// Whether the sender of this offered it.
         offered_by_sender: bool,
     },
-    /// Whether messages go through every lane of the sender: the end of the introduction.
+    /// Whether messages go through a lane of the sender: the end of the introduction.
     Usable(bool),
-    /// Where a grant's writer may write, and through which lane of the sender.
+    /// Where a grant's writer may write, and through which lanes of the sender.
     Reach {
         /// Which grant.
         grant: GrantId,
         /// What the machine's writer must show.
         key: Secret,
-        /// Which lane.
-        lane: LaneNumber,
-        /// Where.
+        /// That of each leg.
+        lanes: Vec<LaneNumber>,
+        /// Where. Each extent names its leg, and each leg has an extent.
         reach: Reach,
     },
     /// A grant is closed.
@@ -55,6 +55,16 @@ pub(super) enum Message {
 /// A lane's number: unique among those that its destination offers on one link.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct LaneNumber(pub(super) u32);
+
+/// A part of a grant, with a lane of its own.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) struct LegNumber(pub(super) u8);
+
+impl LegNumber {
+    pub(super) fn index(self) -> usize {
+        self.0.into()
+    }
+}
 
 /// A port, as a peer needs to know it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -127,13 +137,16 @@ impl Message {
             Self::Reach {
                 grant,
                 key,
-                lane,
+                lanes,
                 reach,
             } => {
                 frame.put_u8(6);
                 frame.put_u64_le(grant.0);
                 frame.put_slice(&key.0);
-                frame.put_u32_le(lane.0);
+                frame.put_u8(u8::try_from(lanes.len()).expect("at most LEGS_MAX"));
+                for lane in lanes {
+                    frame.put_u32_le(lane.0);
+                }
                 encode_reach(&mut frame, reach);
             }
             Self::Closed { grant } => {
@@ -181,11 +194,19 @@ impl Message {
                 let grant = GrantId(frame.try_get_u64_le()?);
                 let mut key = [0; 32];
                 frame.try_copy_to_slice(&mut key)?;
+                let legs = usize::from(frame.try_get_u8()?);
+                if legs > LEGS_MAX {
+                    return Err(DecodeError::Legs);
+                }
+                let mut lanes = Vec::with_capacity(legs);
+                for _ in 0..legs {
+                    lanes.push(LaneNumber(frame.try_get_u32_le()?));
+                }
                 Self::Reach {
                     grant,
                     key: Secret(key),
-                    lane: LaneNumber(frame.try_get_u32_le()?),
-                    reach: decode_reach(&mut frame)?,
+                    lanes,
+                    reach: decode_reach(&mut frame, legs)?,
                 }
             }
             7 => Self::Closed {
@@ -241,6 +262,8 @@ pub(super) enum DecodeError {
     Extents,
     #[error("no message has the kind {0}")]
     Kind(u8),
+    #[error("legs without an extent, extents without a leg, or more legs than {LEGS_MAX}")]
+    Legs,
     #[error("more than {RAILS_MAX} ports")]
     Rails,
     #[error("{bytes} bytes after a message")]
@@ -278,12 +301,14 @@ fn encode_reach(frame: &mut BytesMut, reach: &Reach) {
         frame.put_u32_le(extent.count);
         frame.put_u64_le(extent.offset);
         frame.put_u32_le(extent.rkey.0);
+        frame.put_u8(extent.leg.0);
     }
 }
 
 /// What a peer claims of its own memory is its own risk; what is checked here is what the look-up
 /// relies on.
-fn decode_reach(frame: &mut Bytes) -> Result<Reach, DecodeError> {
+fn decode_reach(frame: &mut Bytes, legs: usize) -> Result<Reach, DecodeError> {
+    let mut has_extent = [false; LEGS_MAX];
     let mut reach = Reach {
         by_window: frame.try_get_u8()? != 0,
         page_bytes: frame.try_get_u32_le()?,
@@ -299,6 +324,7 @@ fn decode_reach(frame: &mut Bytes) -> Result<Reach, DecodeError> {
             count: frame.try_get_u32_le()?,
             offset: frame.try_get_u64_le()?,
             rkey: RKey(frame.try_get_u32_le()?),
+            leg: LegNumber(frame.try_get_u8()?),
         };
         let ends_at = extent.first.checked_add(extent.count);
         let follows = reach.extents.last().is_none_or(|last: &Extent| {
@@ -310,10 +336,18 @@ fn decode_reach(frame: &mut Bytes) -> Result<Reach, DecodeError> {
         if is_full || ends_at.is_none() || !(follows && holds_pages) || reach.page_bytes == 0 {
             return Err(DecodeError::Extents);
         }
+        if extent.leg.index() >= legs {
+            return Err(DecodeError::Legs);
+        }
+        has_extent[extent.leg.index()] = true;
         reach.extents.push(extent);
     }
     if reach.extents.is_empty() {
         return Err(DecodeError::Extents);
+    }
+    // A leg is over with the drain of its extents: one without any never would be.
+    if has_extent[..legs].contains(&false) {
+        return Err(DecodeError::Legs);
     }
     Ok(reach)
 }
@@ -324,22 +358,26 @@ pub(super) const EXTENTS_MAX: usize = 1 << 13;
 /// Most ports of a node.
 pub(super) const RAILS_MAX: usize = 32;
 
-const EXTENT_BYTES: usize = 24;
+/// Most legs of a grant: one for each port of a node.
+pub(super) const LEGS_MAX: usize = RAILS_MAX;
 
-const FRAME_BYTES_MAX: usize = EXTENTS_MAX * EXTENT_BYTES + 128;
+const EXTENT_BYTES: usize = 25;
+
+const FRAME_BYTES_MAX: usize = EXTENTS_MAX * EXTENT_BYTES + LEGS_MAX * 4 + 128;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn messages() -> Vec<Message> {
-        let extent = |region, first| Extent {
+        let extent = |region, first, leg| Extent {
             region,
             regions: 1,
             first,
             count: 2,
             offset: 4096 * u64::from(first),
             rkey: RKey(0x1234_5678),
+            leg: LegNumber(leg),
         };
         vec![
             Message::Rails(vec![RailAddress {
@@ -368,13 +406,13 @@ mod tests {
             Message::Reach {
                 grant: GrantId(77),
                 key: Secret([3; 32]),
-                lane: LaneNumber(4),
+                lanes: vec![LaneNumber(4), LaneNumber(7)],
                 reach: Reach {
                     by_window: true,
                     page_bytes: 4096,
                     region_stride: 1 << 20,
                     slot_stride: 4096,
-                    extents: vec![extent(0, 0), extent(0, 5), extent(1, 0)],
+                    extents: vec![extent(0, 0, 0), extent(0, 5, 1), extent(1, 0, 0)],
                 },
             },
             Message::Closed { grant: GrantId(77) },
@@ -407,6 +445,19 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn each_leg_must_have_an_extent_and_each_extent_a_leg() {
+        for legs in [0, 1, 3, LEGS_MAX + 1] {
+            let mut message = messages().remove(5);
+            let Message::Reach { lanes, .. } = &mut message else {
+                panic!("{message:?}");
+            };
+            lanes.resize(legs, LaneNumber(8));
+            let frame = message.encode().slice(4..);
+            assert_eq!(Message::decode(frame), Err(DecodeError::Legs), "{legs}");
         }
     }
 

@@ -7,6 +7,7 @@
 
 use fabric_proto::pool::{Arrangement, PageRun, PoolSpec};
 
+use super::codec::LegNumber;
 use super::ffi::RKey;
 
 /// Pages that one key opens.
@@ -19,6 +20,8 @@ pub(super) struct Extent {
     /// Where the first of them lies in the pool.
     pub(super) offset: u64,
     pub(super) rkey: RKey,
+    /// Through which lane it is to be written.
+    pub(super) leg: LegNumber,
 }
 
 /// All that a writer may write, and how it lies there.
@@ -80,13 +83,64 @@ impl Reach {
         reach
     }
 
+    /// Shares the extents out among at most `legs_max` legs of about equal bytes, and cuts some of
+    /// them between pages for that, up to `extents_max` in all. How many legs there are: each has
+    /// an extent.
+    ///
+    /// Each stripe goes to the leg that has the least so far, so that they take turns. Were each
+    /// given one part of the whole, an engine that sends layer by layer, as it computes them, would
+    /// use one lane after the other.
+    pub(super) fn share(&mut self, legs_max: usize, extents_max: usize) -> usize {
+        let total: u64 = self.extents.iter().map(|one| self.extent_bytes(one)).sum();
+        let legs = (total / LEG_BYTES_MIN).clamp(1, legs_max.max(1) as u64);
+        let whole = std::mem::take(&mut self.extents);
+        let mut cuts_left = extents_max.saturating_sub(whole.len());
+        let per_leg = (total / (legs * STRIPE_BYTES_MIN)).min((cuts_left as u64 + 1) / legs);
+        let stripes = legs * per_leg.clamp(1, STRIPES_PER_LEG_MAX);
+        let mut loads = vec![0; usize::try_from(legs).expect("legs are few")];
+        let (mut before, mut stripe_ends_at, mut turn) = (0, 0, 0);
+        for mut extent in whole {
+            let unit = u64::from(extent.regions) * u64::from(self.page_bytes);
+            while extent.count > 0 {
+                if before >= stripe_ends_at {
+                    let stripe = before * stripes / total;
+                    stripe_ends_at = ((stripe + 1) * total).div_ceil(stripes);
+                    let least = (0..).zip(&loads).min_by_key(|(_, bytes)| **bytes);
+                    turn = least.expect("there is a leg").0;
+                }
+                let fit = (stripe_ends_at - before).div_ceil(unit);
+                let mut count = extent.count;
+                if let Ok(fit) = u32::try_from(fit)
+                    && fit < count
+                    && cuts_left > 0
+                {
+                    count = fit;
+                    cuts_left -= 1;
+                }
+                let leg = LegNumber(u8::try_from(turn).expect("legs are few"));
+                self.extents.push(Extent {
+                    count,
+                    leg,
+                    ..extent
+                });
+                extent.first += count;
+                extent.count -= count;
+                extent.offset += u64::from(count) * self.slot_stride;
+                before += u64::from(count) * unit;
+                loads[turn] += u64::from(count) * unit;
+            }
+        }
+        // Those that had nothing come last, as the first of the least is taken.
+        loads.iter().filter(|bytes| **bytes > 0).count()
+    }
+
     /// Bytes that an extent of contiguous pages has.
     pub(super) fn extent_bytes(&self, extent: &Extent) -> u64 {
         u64::from(extent.regions) * u64::from(extent.count) * u64::from(self.page_bytes)
     }
 
-    /// The extent of a page, and where the page lies.
-    pub(super) fn find(&self, region: u16, position: u32) -> Option<(&Extent, u64)> {
+    /// The index of a page's extent, and where the page lies.
+    pub(super) fn find(&self, region: u16, position: u32) -> Option<(usize, u64)> {
         let spans = self.extents.first().is_some_and(|first| first.regions > 1);
         let key = if spans {
             (0, position)
@@ -96,7 +150,8 @@ impl Reach {
         let after = self
             .extents
             .partition_point(|extent| (extent.region, extent.first) <= key);
-        let extent = &self.extents[after.checked_sub(1)?];
+        let index = after.checked_sub(1)?;
+        let extent = &self.extents[index];
         let across = region.checked_sub(extent.region)?;
         let along = position.checked_sub(extent.first)?;
         if across >= extent.regions || along >= extent.count {
@@ -106,7 +161,7 @@ impl Reach {
         let across = self.region_stride.checked_mul(across.into())?;
         let along = self.slot_stride.checked_mul(along.into())?;
         let offset = extent.offset.checked_add(across)?.checked_add(along)?;
-        Some((extent, offset))
+        Some((index, offset))
     }
 
     /// How many bytes from byte `offset` of `run` on are contiguous and under one key, and where
@@ -116,7 +171,8 @@ impl Reach {
         let index = u32::try_from(offset / page_bytes).ok()?;
         let within = offset % page_bytes;
         let position = run.first.checked_add(index)?;
-        let (extent, page) = self.find(run.region, position)?;
+        let (found, page) = self.find(run.region, position)?;
+        let extent = &self.extents[found];
         let pages = if self.slot_stride == page_bytes {
             (run.count - index).min(extent.count - (position - extent.first))
         } else {
@@ -125,7 +181,7 @@ impl Reach {
         Some(Piece {
             offset: page.checked_add(within)?,
             bytes: (u64::from(pages) * page_bytes - within).min(bytes_max),
-            rkey: extent.rkey,
+            extent: found,
         })
     }
 
@@ -151,6 +207,7 @@ impl Reach {
                 offset: u64::from(run.region) * self.region_stride
                     + u64::from(slot) * self.slot_stride,
                 rkey: RKey(0),
+                leg: LegNumber(0),
             });
             position += count;
         }
@@ -162,8 +219,20 @@ impl Reach {
 pub(super) struct Piece {
     pub(super) offset: u64,
     pub(super) bytes: u64,
-    pub(super) rkey: RKey,
+    /// The index of its extent.
+    pub(super) extent: usize,
 }
+
+/// A leg with fewer bytes is not worth a lane: a port of 50 GB/s writes them in 5 µs, about what
+/// it costs to bind one more window and to take it back.
+const LEG_BYTES_MIN: u64 = 256 << 10;
+
+/// A stripe with fewer bytes is not worth a window of its own; one write has as many at most.
+const STRIPE_BYTES_MIN: u64 = 1 << 20;
+
+/// Bounds the windows that sharing adds. With as many stripes, a layer of a large model touches
+/// every leg or its neighbour does.
+const STRIPES_PER_LEG_MAX: u64 = 32;
 
 #[cfg(test)]
 mod tests {
@@ -267,6 +336,58 @@ mod tests {
         assert_eq!(count(Arrangement::RegionMajor, Cover::Contiguous), 9);
         assert_eq!(count(Arrangement::SlotMajor, Cover::Contiguous), 3);
         assert_eq!(count(Arrangement::RegionMajor, Cover::Slots), 3);
+    }
+
+    #[test]
+    fn shared_extents_hold_the_same_pages_in_legs_of_about_equal_bytes() {
+        for arrangement in [Arrangement::RegionMajor, Arrangement::SlotMajor] {
+            for (page_bytes, slots) in [(1 << 20, 64), (4096, 1024), (3 << 20, 5), (100, 6)] {
+                for cover in [Cover::Contiguous, Cover::Slots] {
+                    let spec = PoolSpec {
+                        arrangement,
+                        ..testing::spec(3, page_bytes, 2048)
+                    };
+                    let all: Vec<u32> = (7..7 + slots).collect();
+                    let plan = Reach::plan(&spec, &all, &[], cover);
+                    for legs_max in 1..=4 {
+                        let mut shared = plan.clone();
+                        let legs = shared.share(legs_max, 1000);
+                        let mut bytes = vec![0; legs];
+                        for extent in &shared.extents {
+                            bytes[extent.leg.index()] += shared.extent_bytes(extent);
+                        }
+                        let total: u64 = bytes.iter().sum();
+                        let want = (total / LEG_BYTES_MIN).clamp(1, legs_max as u64);
+                        assert_eq!(legs as u64, want);
+                        let stripe = (total / want / STRIPES_PER_LEG_MAX).max(STRIPE_BYTES_MIN);
+                        let unit = 3 * u64::from(page_bytes);
+                        let most = *bytes.iter().max().unwrap();
+                        let least = *bytes.iter().min().unwrap();
+                        assert!(most - least <= stripe + unit, "{bytes:?} {page_bytes}");
+                        assert!(least > 0, "each leg has an extent");
+                        for region in 0..3 {
+                            for position in 0..slots {
+                                let offset = |reach: &Reach| {
+                                    reach.find(region, position).map(|(_, offset)| offset)
+                                };
+                                assert_eq!(offset(&shared), offset(&plan));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn extents_are_not_cut_beyond_the_most_that_there_may_be() {
+        let spec = testing::spec(1, 1 << 20, 64);
+        let slots: Vec<u32> = (0..64).collect();
+        for (most, want_extents, want_legs) in [(1, 1, 1), (2, 2, 2), (9, 8, 4), (1000, 64, 4)] {
+            let mut reach = Reach::plan(&spec, &slots, &[], Cover::Contiguous);
+            let legs = reach.share(4, most);
+            assert_eq!((reach.extents.len(), legs), (want_extents, want_legs));
+        }
     }
 
     #[test]

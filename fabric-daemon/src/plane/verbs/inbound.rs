@@ -5,6 +5,10 @@
 //!              │                    │          │
 //!              └────────────────────┴──────────┴── fence, fault, link down ─▶ closed by fence
 //! ```
+//!
+//! A grant has a leg for each lane that it gets: some of its extents, which are written through
+//! that lane alone. It is open when the windows of every leg are bound, and closed when every leg
+//! is stopped.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,10 +17,11 @@ use fabric_proto::host::{Input, StoppedBy};
 use fabric_proto::ids::{GrantId, LinkId, PoolId, Secret};
 use tracing::{debug, error, warn};
 
-use super::codec::{EXTENTS_MAX, Message};
+use super::codec::{EXTENTS_MAX, LegNumber, Message};
 use super::extents::{Cover, Reach};
 use super::ffi::{Access, MemoryRegion, MemoryWindow, RKey, Signal, VerbsError};
-use super::lanes::{Kind, LaneKey, Revoked, Side, State, WINDOWS_MAX};
+use super::lanes::{Kind, LaneKey, LegStopped, Revoked, Side, State, WINDOWS_MAX};
+use super::peers::PeerKey;
 use super::worker::Worker;
 use super::{Mode, PROGRESS};
 use crate::plane::area::Area;
@@ -33,20 +38,57 @@ pub(super) struct Inbound {
     mode: Mode,
     /// Keys are filled in as windows are bound.
     reach: Reach,
-    lane: Option<LaneKey>,
-    region: Option<Arc<MemoryRegion>>,
-    /// By extent: those before were bound, or are about to be.
-    windows: Vec<(RKey, MemoryWindow)>,
-    /// How many of them the writer has invalidated, in order.
-    invalidated: usize,
+    /// By number. None: it waits for a lane.
+    legs: Vec<Leg>,
     armed: bool,
     landed: bool,
+}
+
+/// What of a grant is written through one lane.
+#[derive(Debug)]
+struct Leg {
+    /// Indices into the reach's extents, in the order of the drain.
+    extents: Vec<u16>,
+    state: LegState,
+}
+
+#[derive(Debug)]
+enum LegState {
+    /// The writer has drained it. The lane is kept for as long as the grant is open, if it holds.
+    Drained(Option<LaneKey>, LegStopped),
+    /// It has a lane.
+    Laned(Bound),
+}
+
+/// A leg's lane, and what is bound on it.
+#[derive(Debug)]
+struct Bound {
+    lane: LaneKey,
+    region: Arc<MemoryRegion>,
+    /// By place in the leg's extents: those before were bound, or are about to be.
+    windows: Vec<(RKey, MemoryWindow)>,
+    /// All of them are bound.
+    is_bound: bool,
+    /// How many of them the writer has invalidated, in order.
+    invalidated: usize,
 }
 
 impl Inbound {
     /// How many it has.
     pub(super) fn windows(&self) -> u64 {
-        self.windows.len() as u64
+        let of_leg = |leg: &Leg| match &leg.state {
+            LegState::Drained(..) => 0,
+            LegState::Laned(bound) => bound.windows.len() as u64,
+        };
+        self.legs.iter().map(of_leg).sum()
+    }
+
+    fn laned(&mut self, leg: LegNumber) -> Option<(&mut Bound, &[u16], &mut Reach)> {
+        let Leg { extents, state } = self.legs.get_mut(leg.index())?;
+        match state {
+            LegState::Drained(..) => None,
+            LegState::Laned(bound) => Some((bound, extents, &mut self.reach)),
+        }
     }
 }
 
@@ -68,10 +110,8 @@ impl Worker {
         let before = self.grants.insert(grant, inbound);
         assert!(before.is_none(), "the machine never uses a grant id twice");
         let peer = self.peers.get_mut(&peer_key).expect("a link has its peer");
-        match peer.idle.pop_front() {
-            Some(lane) => self.bind(grant, lane),
-            None => peer.waiting.push_back(grant),
-        }
+        peer.waiting.push_back(grant);
+        self.serve_waiting(peer_key);
     }
 
     /// How a grant's memory is to be reached.
@@ -92,10 +132,11 @@ impl Worker {
         }
         let mut error = PlanError::NoMode;
         for mode in &self.settings.modes {
-            let (cover, most) = match mode {
-                Mode::Window => (Cover::Contiguous, usize::from(WINDOWS_MAX)),
-                Mode::Lane => (Cover::Slots, EXTENTS_MAX),
+            let cover = match mode {
+                Mode::Window => Cover::Contiguous,
+                Mode::Lane => Cover::Slots,
             };
+            let most = extents_max(*mode);
             let reach = Reach::plan(&pool.spec, area.slots(), &pages, cover);
             let got = reach.extents.len();
             if got > most {
@@ -109,10 +150,7 @@ impl Worker {
                 pool,
                 mode: *mode,
                 reach,
-                lane: None,
-                region: None,
-                windows: Vec::new(),
-                invalidated: 0,
+                legs: Vec::new(),
                 armed: false,
                 landed: false,
             });
@@ -120,68 +158,117 @@ impl Worker {
         Err(error)
     }
 
-    /// Gives a waiting grant its lane.
-    pub(super) fn bind(&mut self, grant: GrantId, lane: LaneKey) {
-        let found = self.lanes.find(lane).expect("an idle lane is there");
-        assert_eq!(
-            found.side,
-            Side::Destination(State::Idle),
-            "one grant at a time"
-        );
-        found.side = Side::Destination(State::Busy(grant));
-        let rail = found.rail;
+    /// Gives a grant of a peer that has an idle lane one for each leg.
+    pub(super) fn bind(&mut self, peer: PeerKey, grant: GrantId) {
+        let rails = self.idle_rails(peer);
         let inbound = self.grants.get_mut(&grant).expect("who waits is there");
-        inbound.lane = Some(lane);
-        match self.rails[rail].region(inbound.pool_id, &inbound.pool) {
-            Ok(region) => inbound.region = Some(region),
-            Err(error) => {
-                error!(%grant, device = self.rails[rail].device(), "register a pool: {error}");
-                return self.revoke_grant(grant);
+        let legs = inbound.reach.share(rails, extents_max(inbound.mode));
+        let mut extents = vec![Vec::new(); legs];
+        for (index, extent) in (0..).zip(&inbound.reach.extents) {
+            extents[extent.leg.index()].push(index);
+        }
+        let mut lanes = self.take_idle(peer, legs).into_iter();
+        for (number, extents) in (0..).zip(extents) {
+            let lane = lanes.next().expect("a lane for each leg");
+            if let Err(why) = self.add_leg(grant, LegNumber(number), lane, extents) {
+                error!(%grant, "{why}");
+                self.fence(grant);
+                return [lane]
+                    .into_iter()
+                    .chain(lanes)
+                    .for_each(|lane| self.lane_idle(lane));
             }
         }
-        if inbound.mode == Mode::Lane {
-            let rkey = inbound.region.as_ref().expect("it was just made").rkey();
-            for extent in &mut inbound.reach.extents {
-                extent.rkey = rkey;
-            }
-            return self.open(grant);
+        for number in 0..legs {
+            let number = LegNumber(u8::try_from(number).expect("legs are few"));
+            self.bind_leg(grant, number);
         }
-        self.bind_more(grant);
+    }
+
+    fn add_leg(
+        &mut self,
+        grant: GrantId,
+        leg: LegNumber,
+        key: LaneKey,
+        extents: Vec<u16>,
+    ) -> Result<(), String> {
+        let bound = self.laned(grant, leg, key)?;
+        let inbound = self.grants.get_mut(&grant).expect("the caller has it");
+        let state = LegState::Laned(bound);
+        inbound.legs.push(Leg { extents, state });
+        Ok(())
+    }
+
+    /// Makes an idle lane that of a leg.
+    fn laned(&mut self, grant: GrantId, leg: LegNumber, key: LaneKey) -> Result<Bound, String> {
+        let inbound = &self.grants[&grant];
+        let lane = self.lanes.find(key).expect("an idle lane is there");
+        let rail = &mut self.rails[lane.rail];
+        let region = rail
+            .region(inbound.pool_id, &inbound.pool)
+            .map_err(|error| format!("register a pool at {}: {error}", rail.device()))?;
+        let idle = Side::Destination(State::Idle);
+        assert_eq!(lane.side, idle, "one grant at a time");
+        lane.side = Side::Destination(State::Busy(grant, leg));
+        Ok(Bound {
+            lane: key,
+            region,
+            windows: Vec::new(),
+            is_bound: false,
+            invalidated: 0,
+        })
+    }
+
+    /// Binds the extents of a leg, whose lane was just taken.
+    fn bind_leg(&mut self, grant: GrantId, leg: LegNumber) {
+        let Some(inbound) = self.grants.get_mut(&grant) else {
+            return; // Another leg could not be bound.
+        };
+        if inbound.mode == Mode::Window {
+            return self.bind_more(grant, leg);
+        }
+        let (bound, extents, reach) = inbound.laned(leg).expect("the caller has its lane");
+        let rkey = bound.region.rkey();
+        for index in extents {
+            reach.extents[usize::from(*index)].rkey = rkey;
+        }
+        self.leg_bound(grant, leg);
     }
 
     /// Posts as many binds as the lane takes.
-    fn bind_more(&mut self, grant: GrantId) {
-        if let Err(error) = self.try_bind_more(grant) {
+    fn bind_more(&mut self, grant: GrantId, leg: LegNumber) {
+        if let Err(error) = self.try_bind_more(grant, leg) {
             error!(%grant, "bind a memory window: {error}");
             self.revoke_grant(grant);
         }
     }
 
-    fn try_bind_more(&mut self, grant: GrantId) -> Result<(), VerbsError> {
+    fn try_bind_more(&mut self, grant: GrantId, leg: LegNumber) -> Result<(), VerbsError> {
         let inbound = self.grants.get_mut(&grant).expect("the caller has it");
-        let key = inbound.lane.expect("a grant that binds has its lane");
-        let lane = self.lanes.find(key).expect("a grant keeps its lane");
-        let region = inbound.region.as_ref().expect("it was registered before");
+        let (bound, extents, reach) = inbound.laned(leg).expect("a leg that binds has its lane");
+        let key = bound.lane;
+        let lane = self.lanes.find(key).expect("a leg keeps its lane");
         let rail = &mut self.rails[lane.rail];
         loop {
-            let left = inbound.reach.extents.len() - inbound.windows.len();
+            let left = extents.len() - bound.windows.len();
             let group = left.min(BIND_GROUP).min(lane.room() as usize);
             if group == 0 {
                 return Ok(());
             }
             for last in (0..group).rev() {
-                let extent = inbound.reach.extents[inbound.windows.len()];
+                let index = usize::from(extents[bound.windows.len()]);
+                let extent = reach.extents[index];
                 let (window, rkey) = next_window(|| rail.window())?;
                 let signal = if last == 0 { Signal::Yes } else { Signal::No };
                 lane.queue_pair.post_bind(
                     (key.wr_id(Kind::Binds), signal),
                     (&window, rkey),
-                    region,
-                    (extent.offset, inbound.reach.extent_bytes(&extent)),
+                    &bound.region,
+                    (extent.offset, reach.extent_bytes(&extent)),
                     Access::REMOTE_WRITE,
                 )?;
-                inbound.reach.extents[inbound.windows.len()].rkey = rkey;
-                inbound.windows.push((rkey, window));
+                reach.extents[index].rkey = rkey;
+                bound.windows.push((rkey, window));
             }
             lane.posted(u32::try_from(group).expect("a group is small"), 0);
         }
@@ -194,13 +281,29 @@ impl Worker {
         };
         found.completed();
         let is_quiet = found.is_quiet();
-        let Side::Destination(State::Busy(grant)) = found.side else {
+        let Side::Destination(State::Busy(grant, leg)) = found.side else {
             return;
         };
-        let inbound = &self.grants[&grant];
-        if inbound.windows.len() < inbound.reach.extents.len() {
-            self.bind_more(grant);
+        let inbound = self
+            .grants
+            .get_mut(&grant)
+            .expect("a busy lane has its grant");
+        let (bound, extents, _) = inbound.laned(leg).expect("its windows are being bound");
+        if bound.windows.len() < extents.len() {
+            self.bind_more(grant, leg);
         } else if is_quiet {
+            self.leg_bound(grant, leg);
+        }
+    }
+
+    /// Every window of a leg is bound.
+    fn leg_bound(&mut self, grant: GrantId, leg: LegNumber) {
+        let inbound = self.grants.get_mut(&grant).expect("the caller has it");
+        let (bound, ..) = inbound.laned(leg).expect("the caller has seen its lane");
+        bound.is_bound = true;
+        let is_bound =
+            |leg: &Leg| matches!(&leg.state, LegState::Laned(Bound { is_bound: true, .. }));
+        if inbound.legs.iter().all(is_bound) {
             self.open(grant);
         }
     }
@@ -209,14 +312,21 @@ impl Worker {
     fn open(&mut self, grant: GrantId) {
         let inbound = self.grants.get_mut(&grant).expect("the caller has it");
         inbound.armed = true;
-        let lane = inbound.lane.expect("an open grant has its lane");
-        let lane = self.lanes.find(lane).expect("a grant keeps its lane");
-        // S7: to the one peer that the grant is for, and the windows open to this lane alone.
-        if let Some(peer) = self.peers.get_mut(&lane.peer) {
+        let mut lanes = Vec::with_capacity(inbound.legs.len());
+        for leg in &inbound.legs {
+            let LegState::Laned(Bound { lane, .. }) = &leg.state else {
+                panic!("a grant that is about to open has its lanes");
+            };
+            let lane = self.lanes.find(*lane).expect("a leg keeps its lane");
+            lanes.push(lane.number);
+        }
+        // S7: to the one peer that the grant is for, and each window opens to its lane alone.
+        let peer = self.links.get(&inbound.link);
+        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
             peer.tell(Message::Reach {
                 grant,
                 key: inbound.key,
-                lane: lane.number,
+                lanes,
                 reach: inbound.reach.clone(),
             });
         }
@@ -232,56 +342,64 @@ impl Worker {
         if let Err(error) = lane.post_receives(key, 1) {
             return self.lane_broke(key, &error.to_string());
         }
-        let Side::Destination(State::Busy(grant)) = lane.side else {
+        let Side::Destination(State::Busy(grant, leg)) = lane.side else {
             return; // A probe, or of a grant that is closed.
         };
         let inbound = self
             .grants
             .get_mut(&grant)
             .expect("a busy lane has its grant");
+        let (mode, armed) = (inbound.mode, inbound.armed);
         match what {
             Received::Invalidated(rkey) => {
-                let expected = inbound.windows.get(inbound.invalidated);
-                if !inbound.armed || expected.is_none_or(|(expected, _)| *expected != rkey) {
+                let laned = inbound.laned(leg).filter(|_| armed);
+                let of_turn = laned.map(|(bound, ..)| bound).filter(|bound| {
+                    let expected = bound.windows.get(bound.invalidated);
+                    expected.is_some_and(|(expected, _)| *expected == rkey)
+                });
+                let Some(bound) = of_turn else {
                     warn!(%grant, "the writer invalidated a window out of turn");
                     self.refused += 1;
-                    return self.lane_broke(key, "its writer broke the order");
-                }
-                inbound.invalidated += 1;
-                if inbound.invalidated == inbound.windows.len() {
-                    self.drained(grant);
+                    return self.revoke_grant(grant);
+                };
+                bound.invalidated += 1;
+                if bound.invalidated == bound.windows.len() {
+                    self.leg_drained(grant, leg);
                 }
             }
             Received::Number(PROGRESS) => self.landed(grant),
-            Received::Number(_) if inbound.mode == Mode::Lane && inbound.armed => {
-                self.drained(grant);
-            }
+            Received::Number(_) if mode == Mode::Lane && armed => self.leg_drained(grant, leg),
             Received::Number(_) => {}
         }
     }
 
-    /// The writer's drain is complete.
-    fn drained(&mut self, grant: GrantId) {
-        let inbound = self.grants.remove(&grant).expect("the caller has it");
-        let key = inbound.lane.expect("an open grant has its lane");
-        let lane = self.lanes.find(key).expect("a grant keeps its lane");
-        let proof = match inbound.mode {
-            Mode::Window => lane.drained(grant, inbound.invalidated, inbound.windows.len()),
-            Mode::Lane => lane.drained_by_word(grant),
+    /// The writer's drain of a leg is complete.
+    fn leg_drained(&mut self, grant: GrantId, leg: LegNumber) {
+        let inbound = self.grants.get_mut(&grant).expect("the caller has it");
+        let mode = inbound.mode;
+        let Some((bound, ..)) = inbound.laned(leg) else {
+            return; // Said twice, by one whose word has to be taken.
         };
-        let rail = lane.rail;
-        for (_, window) in inbound.windows {
-            self.rails[rail].put_window(window);
+        let key = bound.lane;
+        let lane = self.lanes.find(key).expect("a leg keeps its lane");
+        let stopped = match mode {
+            Mode::Window => lane.drained(bound.invalidated, bound.windows.len()),
+            Mode::Lane => lane.drained_by_word(),
+        };
+        for (_, window) in std::mem::take(&mut bound.windows) {
+            self.rails[lane.rail].put_window(window);
         }
-        self.flip(&inbound.pool, &inbound.reach);
-        self.tell_closed(grant, inbound.link, StoppedBy::Drain, proof);
-        self.lane_idle(key);
+        inbound.legs[leg.index()].state = LegState::Drained(Some(key), stopped);
+        let is_drained = |leg: &Leg| matches!(leg.state, LegState::Drained(..));
+        if inbound.legs.iter().all(is_drained) {
+            self.close_grant(grant, StoppedBy::Drain);
+        }
     }
 
     /// Makes it impossible that a write of this grant lands.
     pub(super) fn fence(&mut self, grant: GrantId) {
         match self.grants.get(&grant) {
-            Some(inbound) if inbound.lane.is_some() => self.revoke_grant(grant),
+            Some(inbound) if !inbound.legs.is_empty() => self.revoke_grant(grant),
             Some(_) => self.never_arm(grant),
             None => {} // Closed already: its proof was given.
         }
@@ -289,15 +407,61 @@ impl Worker {
 
     /// The fence of a grant that has a lane.
     pub(super) fn revoke_grant(&mut self, grant: GrantId) {
+        self.close_grant(grant, StoppedBy::Fence);
+    }
+
+    /// Closes a grant that has lanes: each leg that is not drained is fenced.
+    fn close_grant(&mut self, grant: GrantId, by: StoppedBy) {
         let inbound = self.grants.remove(&grant).expect("the caller has it");
-        let key = inbound.lane.expect("the caller has seen its lane");
-        let lane = self.lanes.remove(key).expect("a grant keeps its lane");
+        let mut legs = Vec::with_capacity(inbound.legs.len());
+        let mut idle = Vec::new();
+        for leg in inbound.legs {
+            match leg.state {
+                LegState::Drained(lane, stopped) => {
+                    idle.extend(lane);
+                    legs.push(stopped);
+                }
+                LegState::Laned(bound) => legs.push(self.revoke_leg(bound.lane, bound.windows)),
+            }
+        }
+        let proof = Revoked::of_legs(grant, &legs);
+        if by == StoppedBy::Drain {
+            self.flip(&inbound.pool, &inbound.reach);
+        }
+        self.tell_closed(grant, inbound.link, by, proof);
+        for lane in idle {
+            self.lane_idle(lane);
+        }
+    }
+
+    /// The lane of a leg is of no use any more.
+    pub(super) fn leg_broke(&mut self, grant: GrantId, leg: LegNumber) {
+        let inbound = self
+            .grants
+            .get_mut(&grant)
+            .expect("a busy lane has its grant");
+        match &mut inbound.legs[leg.index()].state {
+            LegState::Drained(lane, _) => {
+                if let Some(lane) = lane.take() {
+                    self.destroy_lane(lane);
+                }
+            }
+            LegState::Laned(_) => self.revoke_grant(grant),
+        }
+    }
+
+    /// The fence of a leg, which takes its lane.
+    fn revoke_leg(
+        &mut self,
+        key: LaneKey,
+        windows: impl IntoIterator<Item = (RKey, MemoryWindow)>,
+    ) -> LegStopped {
+        let lane = self.lanes.remove(key).expect("a leg keeps its lane");
         self.forget_lane(key, &lane);
-        let windows = inbound.windows.into_iter().map(|(_, window)| window);
-        let proof = lane
-            .revoke(&mut self.rails, windows)
-            .expect(super::MUST_END);
-        self.tell_closed(grant, inbound.link, StoppedBy::Fence, proof);
+        let windows = windows.into_iter().map(|(_, window)| window);
+        let stopped = lane.revoke(&mut self.rails, windows);
+        let stopped = stopped.expect(super::MUST_END);
+        stopped.expect("the lane carried the leg")
     }
 
     /// Gives up a grant that waits for a lane.
@@ -305,7 +469,7 @@ impl Worker {
         let Some(inbound) = self.grants.remove(&grant) else {
             return;
         };
-        assert!(inbound.lane.is_none(), "the caller has seen that it waits");
+        assert!(inbound.legs.is_empty(), "the caller has seen that it waits");
         let peer = self.links.get(&inbound.link).copied();
         if let Some(peer) = peer.and_then(|key| self.peers.get_mut(&key)) {
             peer.waiting.retain(|other| *other != grant);
@@ -392,6 +556,13 @@ enum PlanError {
     NoMode,
     #[error("its pages are {got} runs, and {most} are the most; verbs.modes could allow \"lane\"")]
     TooMany { got: usize, most: usize },
+}
+
+fn extents_max(mode: Mode) -> usize {
+    match mode {
+        Mode::Window => WINDOWS_MAX.into(),
+        Mode::Lane => EXTENTS_MAX,
+    }
 }
 
 /// A window with a key that it never had. One whose keys are used up is destroyed.

@@ -1,4 +1,4 @@
-//! Lanes: connected queue pairs, each for the writes of one grant at a time.
+//! Lanes: connected queue pairs, each for the writes of one leg of one grant at a time.
 //!
 //! ```text
 //!   the destination offers                          the source connects
@@ -6,6 +6,8 @@
 //!       │                        │               │              │
 //!       └────────────────────────┴───────────────┴──────────────┴── fault or fence: revoked
 //! ```
+//!
+//! A grant has one leg or more, each with a lane and the memory that is to be written through it.
 //!
 //! A lane has one grant at a time, and that is a departure from DESIGN, which lets a few lanes
 //! carry them all: here a fence, which destroys its lane, or a fault, which breaks it, costs no
@@ -18,7 +20,7 @@ use std::sync::Arc;
 use fabric_proto::ids::{GrantId, TransferId};
 use rustls::crypto::ring::default_provider;
 
-use super::codec::LaneNumber;
+use super::codec::{LaneNumber, LegNumber};
 use super::ffi::{Capacity, CompletionQueue, MemoryWindow, QueuePair, Route, VerbsError};
 use super::peers::PeerKey;
 use super::rails::Rail;
@@ -80,9 +82,15 @@ pub(super) struct Lane {
     pub(super) queue_pair: QueuePair,
     completions: Arc<CompletionQueue>,
     pub(super) rail: usize,
+    /// Which of the peer's ports is at the other end.
+    pub(super) their_rail: usize,
     pub(super) peer: PeerKey,
+    /// At the destination: which of the lanes that the peer is offered it is.
+    pub(super) place: usize,
     pub(super) number: LaneNumber,
     pub(super) side: Side,
+    /// At the source: who gets the lane when the drain of who has it is acknowledged.
+    pub(super) next: Option<LegOfWriter>,
     /// The number of our first packet.
     pub(super) first: u32,
     /// What was posted and not yet completed, by groups: the last request of each is signalled.
@@ -96,8 +104,11 @@ pub(super) enum Side {
     /// Ours: peers write to us through it.
     Destination(State),
     /// The peer's: we write through it.
-    Source(Option<TransferId>),
+    Source(Option<LegOfWriter>),
 }
+
+/// A leg of the writer of a transfer.
+pub(super) type LegOfWriter = (TransferId, LegNumber);
 
 /// How far a lane of ours is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -108,27 +119,37 @@ pub(super) enum State {
     Probing,
     /// Free for a grant.
     Idle,
-    /// Carries a grant.
-    Busy(GrantId),
+    /// Carries a leg of a grant.
+    Busy(GrantId, LegNumber),
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Group {
     requests: u32,
-    bytes: u64,
+    /// How many of them are writes.
+    writes: u32,
 }
 
-/// The proof that a grant's memory can not be written any more. Only this file makes one, where the
-/// queue pair that carried it is destroyed, and where the device said of each of its windows that
-/// the writer itself has invalidated it.
+/// The proof that a grant's memory can not be written any more. Only this file makes one, from
+/// the evidence of each of its legs.
 #[derive(Debug)]
 #[must_use = "the machine waits for it"]
 pub(in crate::plane) struct Revoked(());
 
+/// The evidence that a leg's memory can not be written any more. Only this file makes one, where
+/// the queue pair that carried it is destroyed, and where the device said of each of its windows
+/// that the writer itself has invalidated it.
+#[derive(Debug)]
+#[must_use = "its grant is not closed without it"]
+pub(super) struct LegStopped {
+    grant: GrantId,
+    leg: LegNumber,
+}
+
 impl Lane {
     pub(super) fn new(
         rails: &mut [Rail],
-        rail: usize,
+        (rail, their_rail): (usize, usize),
         peer: PeerKey,
         number: LaneNumber,
         side: Side,
@@ -153,9 +174,12 @@ impl Lane {
             queue_pair,
             completions,
             rail,
+            their_rail,
             peer,
+            place: 0,
             number,
             side,
+            next: None,
             first,
             groups: VecDeque::with_capacity(SENDS_MAX as usize),
             outstanding: 0,
@@ -178,20 +202,20 @@ impl Lane {
     }
 
     /// Notes a group that was posted, the last of which is signalled.
-    pub(super) fn posted(&mut self, requests: u32, bytes: u64) {
+    pub(super) fn posted(&mut self, requests: u32, writes: u32) {
         assert!(
             requests > 0 && requests <= self.room(),
             "the queue has room"
         );
         self.outstanding += requests;
-        self.groups.push_back(Group { requests, bytes });
+        self.groups.push_back(Group { requests, writes });
     }
 
-    /// Notes that the oldest group has completed; its bytes. `None`: there was none.
-    pub(super) fn completed(&mut self) -> Option<u64> {
+    /// Notes that the oldest group has completed; its writes. `None`: there was none.
+    pub(super) fn completed(&mut self) -> Option<u32> {
         let group = self.groups.pop_front()?;
         self.outstanding -= group.requests;
-        Some(group.bytes)
+        Some(group.writes)
     }
 
     /// Whether everything that was posted is completed.
@@ -207,12 +231,13 @@ impl Lane {
     /// 3. The queue pair is destroyed. Only this is a barrier: a packet may be under way through
     ///    the first two (measured on soft-RoCE: 1 KiB, in 1 to 5 of 35 runs); none was after it.
     ///
-    /// Needs nobody's help, whatever state the lane is in.
+    /// Needs nobody's help, whatever state the lane is in. The evidence is for the leg that it
+    /// carried, if it carried one.
     pub(super) fn revoke(
         self,
         rails: &mut [Rail],
         windows: impl IntoIterator<Item = MemoryWindow>,
-    ) -> Result<Revoked, VerbsError> {
+    ) -> Result<Option<LegStopped>, VerbsError> {
         let rail = &mut rails[self.rail];
         let stopped = self.queue_pair.stop();
         let mut closed = Ok(());
@@ -229,35 +254,54 @@ impl Lane {
             tracing::warn!("stop a queue pair: {error}");
         }
         // S1: the device has no way left to write for this lane.
-        closed.and(destroyed).map(|()| Revoked(()))
+        closed.and(destroyed).map(|()| match self.side {
+            Side::Destination(State::Busy(grant, leg)) => Some(LegStopped { grant, leg }),
+            Side::Destination(State::Connecting | State::Probing | State::Idle)
+            | Side::Source(_) => None,
+        })
     }
 
-    /// The drain: each window of the grant was invalidated by a message of its own writer, on the
+    /// The drain: each window of the leg was invalidated by a message of its own writer, on the
     /// one queue pair that it was bound on.
     ///
     /// M: InfiniBand specification, 10.6.7.2 and 9.4: a responder executes the requests of a
     /// reliable connection in order, so every write before the message has landed, and the key is
     /// void for every one after it, whoever posts it.
-    pub(super) fn drained(&self, grant: GrantId, invalidated: usize, windows: usize) -> Revoked {
-        assert_eq!(self.side, Side::Destination(State::Busy(grant)));
+    pub(super) fn drained(&self, invalidated: usize, windows: usize) -> LegStopped {
         assert_eq!(invalidated, windows, "the device told of each");
         // S1: see above.
-        Revoked(())
+        self.stopped()
     }
 
-    /// The drain of a grant whose writer has the pool's own key: its message after the last write.
+    /// The drain of a leg whose writer has the pool's own key: its message after the last write.
     ///
     /// That no write follows rests on the peer's word. Lane mode is for peers that are trusted like
     /// oneself, and has to be asked for.
-    pub(super) fn drained_by_word(&self, grant: GrantId) -> Revoked {
-        assert_eq!(self.side, Side::Destination(State::Busy(grant)));
-        Revoked(())
+    pub(super) fn drained_by_word(&self) -> LegStopped {
+        self.stopped()
+    }
+
+    fn stopped(&self) -> LegStopped {
+        let Side::Destination(State::Busy(grant, leg)) = self.side else {
+            panic!("only a lane that carries a leg is drained: {:?}", self.side);
+        };
+        LegStopped { grant, leg }
     }
 }
 
 impl Revoked {
     /// A grant that no lane ever carried.
     pub(super) fn never_armed() -> Self {
+        Self(())
+    }
+
+    /// A grant whose every leg is stopped.
+    pub(super) fn of_legs(grant: GrantId, legs: &[LegStopped]) -> Self {
+        assert!(!legs.is_empty(), "an armed grant has a leg");
+        // S1: of each of the grant's legs, and of no other's.
+        for (number, stopped) in legs.iter().enumerate() {
+            assert_eq!((stopped.grant, stopped.leg.index()), (grant, number));
+        }
         Self(())
     }
 }
@@ -279,6 +323,7 @@ fn first_packet() -> Result<u32, VerbsError> {
 pub(super) struct Lanes {
     slots: Vec<Slot>,
     free: Vec<u16>,
+    lent: u64,
 }
 
 #[derive(Debug)]
@@ -289,7 +334,7 @@ struct Slot {
 
 impl Lanes {
     /// Adds a lane; gives it back where there are too many.
-    pub(super) fn insert(&mut self, lane: Lane) -> Result<LaneKey, Lane> {
+    pub(super) fn insert(&mut self, lane: Lane) -> Result<LaneKey, Box<Lane>> {
         let index = match self.free.pop() {
             Some(index) => index,
             None => match u16::try_from(self.slots.len()) {
@@ -300,7 +345,7 @@ impl Lanes {
                     });
                     index
                 }
-                Err(_) => return Err(lane),
+                Err(_) => return Err(Box::new(lane)),
             },
         };
         let slot = &mut self.slots[usize::from(index)];
@@ -327,6 +372,22 @@ impl Lanes {
         slot.lane.take()
     }
 
+    /// Takes a lane that is to come back: meanwhile nobody finds it, and its key is kept.
+    pub(super) fn lend(&mut self, key: LaneKey) -> Option<Lane> {
+        self.find(key)?;
+        self.lent += 1;
+        self.slots[usize::from(key.index)].lane.take()
+    }
+
+    /// Takes a lane back that was lent.
+    pub(super) fn take_back(&mut self, key: LaneKey, lane: Lane) {
+        let slot = &mut self.slots[usize::from(key.index)];
+        assert_eq!(slot.generation, key.generation, "its place was kept");
+        assert!(slot.lane.is_none(), "as above");
+        slot.lane = Some(lane);
+        self.lent -= 1;
+    }
+
     pub(super) fn of_peer(&self, peer: PeerKey) -> Vec<LaneKey> {
         let keys = (0..).zip(&self.slots).filter_map(|(index, slot)| {
             let generation = slot.generation;
@@ -337,7 +398,7 @@ impl Lanes {
     }
 
     pub(super) fn count(&self) -> u64 {
-        self.slots.iter().filter(|slot| slot.lane.is_some()).count() as u64
+        self.lent + self.slots.iter().filter(|slot| slot.lane.is_some()).count() as u64
     }
 }
 

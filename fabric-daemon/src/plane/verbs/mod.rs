@@ -41,7 +41,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fabric_proto::host::{Input, PlaneCommand};
 use fabric_proto::ids::{LinkId, PoolId};
@@ -135,6 +135,7 @@ impl VerbsPlane {
         let counts = Arc::new(Counts::default());
         let worker = Worker {
             inbox: Arc::clone(&inbox),
+            runtime: Handle::current(),
             outbox: Outbox::new(&Handle::current(), events),
             pools,
             faults,
@@ -245,9 +246,6 @@ const PROGRESS: u32 = 1;
 
 /// The drain of a grant without windows.
 const DRAIN: u32 = 2;
-
-/// Before a lane is offered in place of one that is gone.
-const OFFER_PAUSE: Duration = Duration::from_millis(10);
 
 /// Why there is no way on from there: a device that can not destroy what it made may still write.
 const MUST_END: &str = "a fence must end in proof, or the daemon must";

@@ -1,10 +1,14 @@
 //! The source's side: writers, from the command to the proof.
 //!
 //! ```text
-//!   OpenWriter ─▶ waiting for the keys ─▶ writing ─▶ drain posted ─▶ acknowledged: reads stopped
+//!   OpenWriter ─▶ waiting for the keys ─▶ writing ─▶ drains posted ─▶ acknowledged: reads stopped
 //!                      │                    │            │
 //!                      └── stop, too late ──┴────────────┴── fault, link down ─▶ failed
 //! ```
+//!
+//! A writer has the legs that its grant has. What it is to write is cut into pieces, each of one
+//! write, which wait with their leg: so a slow lane does not hold up the others before its leg has
+//! [`PIECES_MAX`] of them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,10 +18,11 @@ use fabric_proto::ids::{GrantId, LinkId, Secret, TransferId};
 use fabric_proto::pool::PageRun;
 use tracing::{debug, info};
 
+use super::codec::{LaneNumber, LegNumber};
 use super::extents::Reach;
 use super::ffi::{Local, MemoryRegion, Remote, SendChain, Signal};
-use super::lanes::{Kind, LaneKey, Side};
-use super::peers::Reached;
+use super::lanes::{Kind, Lane, LaneKey, LegOfWriter, SENDS_MAX, Side};
+use super::peers::{Granted, Reached};
 use super::worker::Worker;
 use super::{DRAIN, PROGRESS};
 use crate::plane::source::Source;
@@ -32,7 +37,7 @@ pub(super) struct Writer {
     /// Bytes of the first run that were posted.
     offset: u64,
     end: Option<End>,
-    route: Option<Path>,
+    route: Option<Route>,
     /// Bytes posted in all, and how many of them are not acknowledged.
     posted: u64,
     outstanding: u64,
@@ -43,13 +48,118 @@ pub(super) struct Writer {
 
 /// How a writer that has its keys reaches the peer.
 #[derive(Debug)]
-struct Path {
-    lane: LaneKey,
+struct Route {
     reach: Reach,
-    region: Arc<MemoryRegion>,
+    /// By number.
+    legs: Vec<Leg>,
+}
+
+/// What of a grant is written through one lane.
+#[derive(Debug)]
+struct Leg {
+    /// Indices into the reach's extents, in the order of the drain.
+    extents: Vec<u16>,
+    way: Way,
+    /// Those that were posted and are not acknowledged, and then those that were not posted. At
+    /// most [`PIECES_MAX`], for which there is room from the start.
+    pieces: VecDeque<Piece>,
+    /// How many of the pieces were posted.
+    posted: usize,
     /// Extents whose invalidation was posted.
     drained: usize,
     drain_posted: bool,
+}
+
+/// How far a leg has its lane.
+#[derive(Debug)]
+enum Way {
+    /// The peer has named it, and it is not free yet: the peer knew of its last drain before us.
+    Given(LaneNumber),
+    /// It has it.
+    Laned(LaneKey, Arc<MemoryRegion>),
+    /// It needs none: its drain is acknowledged.
+    Over,
+}
+
+/// One write.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Piece {
+    /// In our pool.
+    from: u64,
+    /// In the peer's.
+    to: u64,
+    bytes: u32,
+    /// Whose key opens it.
+    extent: u16,
+}
+
+impl Writer {
+    fn leg(&mut self, leg: LegNumber) -> Option<&mut Leg> {
+        self.route.as_mut()?.legs.get_mut(leg.index())
+    }
+
+    /// Cuts runs into pieces for as long as every leg has room for what comes next.
+    fn fill(&mut self, piece_bytes_max: u64) -> Result<(), String> {
+        let Some(Route { reach, legs }) = &mut self.route else {
+            return Ok(());
+        };
+        while let Some(run) = self.runs.front().copied() {
+            let area = &self.source.area;
+            let here = area.extent(run, self.offset, piece_bytes_max);
+            // S7: a page that the grant does not reach is not written, whatever we were told.
+            let there = reach.piece(run, self.offset, here.bytes);
+            let there = there.ok_or_else(|| format!("the grant does not reach {run:?}"))?;
+            let leg = &mut legs[reach.extents[there.extent].leg.index()];
+            if leg.pieces.len() == PIECES_MAX {
+                break;
+            }
+            leg.pieces.push_back(Piece {
+                from: here.start,
+                to: there.offset,
+                bytes: u32::try_from(there.bytes).expect("at most WRITE_BYTES_MAX"),
+                extent: u16::try_from(there.extent).expect("at most EXTENTS_MAX"),
+            });
+            self.offset += there.bytes;
+            if self.offset == area.run_bytes(run) {
+                self.runs.pop_front();
+                self.offset = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets what was not posted.
+    fn cut_short(&mut self) {
+        self.runs.clear();
+        self.offset = 0;
+        for leg in self.route.iter_mut().flat_map(|route| &mut route.legs) {
+            leg.pieces.truncate(leg.posted);
+        }
+    }
+}
+
+impl Leg {
+    fn new(lane: LaneNumber) -> Self {
+        Self {
+            extents: Vec::new(),
+            way: Way::Given(lane),
+            pieces: VecDeque::with_capacity(PIECES_MAX),
+            posted: 0,
+            drained: 0,
+            drain_posted: false,
+        }
+    }
+
+    /// Takes the oldest pieces, which were acknowledged; their bytes.
+    fn acknowledged(&mut self, count: u32) -> u64 {
+        let count = count as usize;
+        assert!(count <= self.posted, "each was posted");
+        self.posted -= count;
+        self.pieces
+            .drain(..count)
+            .map(|piece| u64::from(piece.bytes))
+            .sum()
+    }
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -106,66 +216,82 @@ impl Worker {
         let Some(peer) = peer else {
             return;
         };
-        let lane = peer.lane_for(grant).and_then(|key| self.lanes.find(key));
-        if lane.is_some_and(|lane| lane.side != Side::Source(None)) {
-            // The lane's last drain has arrived there, and its acknowledgement is on its way here:
-            // see `drain_completed`.
-            return;
-        }
-        let reached = peer.take_reach(grant);
-        if reached == Reached::Awaited {
+        let reached = peer.take_reach(grant, transfer);
+        if matches!(reached, Reached::Awaited) {
             return;
         }
         self.awaiting.remove(&(link, grant));
         match reached {
-            Reached::Now(key, lane, reach) => {
-                let lane = peer.theirs.get(&lane).copied();
-                match self.start(transfer, key, lane, reach) {
-                    Ok(()) => self.pump(transfer),
-                    Err(why) => self.fail_writer(transfer, &why),
-                }
-            }
+            Reached::Now(granted) => match self.start(transfer, granted) {
+                Ok(()) => self.pump(transfer),
+                Err(why) => self.fail_writer(transfer, &why),
+            },
             Reached::Taken => self.fail_writer(transfer, "the grant has a writer"),
             Reached::Awaited => {}
         }
     }
 
-    fn start(
-        &mut self,
-        transfer: TransferId,
-        key: Secret,
-        lane: Option<LaneKey>,
-        reach: Reach,
-    ) -> Result<(), String> {
+    fn start(&mut self, transfer: TransferId, granted: Granted) -> Result<(), String> {
         let Some(writer) = self.writers.get_mut(&transfer) else {
             return Ok(());
         };
-        let lane_key = lane.ok_or("its lane is gone")?;
-        let lane = self.lanes.find(lane_key).ok_or("its lane is gone")?;
+        let Granted { key, lanes, reach } = granted;
         if writer.key != key {
             return Err("the grant's key is another".into());
         }
         if u64::from(reach.page_bytes) != writer.source.area.page_bytes() {
             return Err(format!("the peer's pages have {} bytes", reach.page_bytes));
         }
-        assert_eq!(
-            lane.side,
-            Side::Source(None),
-            "the caller has seen that it is free"
-        );
-        let rail = &mut self.rails[lane.rail];
-        let region = rail
-            .region(writer.source.pool_id, &writer.source.pool)
-            .map_err(|error| format!("register a pool: {error}"))?;
-        lane.side = Side::Source(Some(transfer));
-        writer.route = Some(Path {
-            lane: lane_key,
-            reach,
-            region,
-            drained: 0,
-            drain_posted: false,
-        });
+        let mut legs: Vec<_> = lanes.into_iter().map(Leg::new).collect();
+        for (index, extent) in (0..).zip(&reach.extents) {
+            legs[extent.leg.index()].extents.push(index);
+        }
+        let numbers = 0..u8::try_from(legs.len()).expect("at most LEGS_MAX");
+        writer.route = Some(Route { reach, legs });
+        for number in numbers {
+            self.take_lane((transfer, LegNumber(number)))?;
+        }
         Ok(())
+    }
+
+    /// Gives a leg the lane that the peer has named for it, as soon as it is free.
+    fn take_lane(&mut self, (transfer, leg): LegOfWriter) -> Result<(), String> {
+        let Some(writer) = self.writers.get_mut(&transfer) else {
+            return Ok(());
+        };
+        let peer = self.links.get(&writer.link);
+        let peer = peer.and_then(|key| self.peers.get(key));
+        let (source, route) = (&writer.source, &mut writer.route);
+        let found = route
+            .as_mut()
+            .and_then(|route| route.legs.get_mut(leg.index()));
+        let Some((Some(peer), found)) = found.map(|found| (peer, found)) else {
+            return Ok(());
+        };
+        let Way::Given(number) = found.way else {
+            return Ok(());
+        };
+        let key = peer.theirs.get(&number).copied();
+        let lane = key.and_then(|key| Some((key, self.lanes.find(key)?)));
+        let (key, lane) = lane.ok_or("its lane is gone")?;
+        match (lane.side, lane.next) {
+            (Side::Source(None), _) => {
+                let rail = &mut self.rails[lane.rail];
+                let region = rail
+                    .region(source.pool_id, &source.pool)
+                    .map_err(|error| format!("register a pool: {error}"))?;
+                lane.side = Side::Source(Some((transfer, leg)));
+                found.way = Way::Laned(key, region);
+                Ok(())
+            }
+            (Side::Source(Some(_)), None) => {
+                lane.next = Some((transfer, leg));
+                Ok(())
+            }
+            (Side::Source(Some(_)), Some(_)) | (Side::Destination(_), _) => {
+                Err("the peer has given its lane to others as well".into())
+            }
+        }
     }
 
     pub(super) fn write(&mut self, transfer: TransferId, run: PageRun) {
@@ -194,8 +320,7 @@ impl Worker {
             return;
         };
         writer.end = Some(End::Stop);
-        writer.runs.clear();
-        writer.offset = 0;
+        writer.cut_short();
         if writer.route.is_some() {
             return self.pump(transfer);
         }
@@ -205,56 +330,40 @@ impl Worker {
         }
     }
 
-    /// Posts as much as the lane and the bound on outstanding bytes take.
+    /// Posts as much as the lanes and the bound on outstanding bytes take.
     pub(super) fn pump(&mut self, transfer: TransferId) {
         let Some(writer) = self.writers.get_mut(&transfer) else {
             return;
         };
-        let Some(path) = &mut writer.route else {
-            return;
-        };
-        let Some(lane) = self.lanes.find(path.lane) else {
-            return;
-        };
+        // So that one piece always fits.
+        let piece_bytes_max = WRITE_BYTES_MAX.min(self.outstanding_bytes_max);
+        let mut pumped = writer.fill(piece_bytes_max);
         let mut posting = Posting {
             chain: &mut self.chain,
-            wr_id: path.lane.wr_id(Kind::Writes),
-            drain_id: path.lane.wr_id(Kind::Drain),
             outstanding_bytes_max: self.outstanding_bytes_max,
             stall: match writer.end {
                 Some(End::Stop) => u64::MAX,
                 Some(End::Drain) | None => self.faults.room(writer.posted),
             },
+            is_last: writer.end.is_some() && writer.runs.is_empty(),
+            posted: 0,
+            outstanding: writer.outstanding,
         };
-        let posted = loop {
-            let parts = Parts {
-                source: &writer.source,
-                runs: &mut writer.runs,
-                offset: &mut writer.offset,
-                outstanding: writer.outstanding,
-                end: writer.end,
-                path,
-                room: lane.room(),
-            };
-            match posting.next(parts) {
-                Ok(None) => break Ok(()),
-                Ok(Some(group)) => {
-                    if let Err(error) = posting.chain.post(&lane.queue_pair) {
-                        break Err(error.to_string());
-                    }
-                    lane.posted(group.requests, group.bytes);
-                    writer.posted += group.bytes;
-                    writer.outstanding += group.bytes;
-                    posting.stall = posting.stall.saturating_sub(group.bytes);
-                }
-                Err(why) => {
-                    // The next chain is for another lane.
-                    posting.chain.clear();
-                    break Err(why);
+        if let Some(Route { reach, legs }) = &mut writer.route {
+            for leg in legs {
+                let Way::Laned(key, region) = &leg.way else {
+                    continue;
+                };
+                let (key, lkey) = (*key, region.lkey());
+                let lane = self.lanes.find(key).expect("a leg keeps its lane");
+                while pumped.is_ok() && posting.fill(leg, reach, (key, lkey), lane) {
+                    pumped = posting.post(lane);
                 }
             }
-        };
-        if let Err(why) = posted {
+        }
+        writer.posted += posting.posted;
+        writer.outstanding = posting.outstanding;
+        if let Err(why) = pumped {
             self.fail_writer(transfer, &why);
         }
     }
@@ -264,21 +373,24 @@ impl Worker {
         let Some(found) = self.lanes.find(lane) else {
             return;
         };
-        let bytes = found.completed().unwrap_or(0);
-        let Side::Source(Some(transfer)) = found.side else {
+        let writes = found.completed().unwrap_or(0);
+        let Side::Source(Some((transfer, number))) = found.side else {
             return;
         };
         let Some(writer) = self.writers.get_mut(&transfer) else {
             return;
         };
+        let Some(leg) = writer.leg(number) else {
+            return;
+        };
+        let bytes = leg.acknowledged(writes);
+        let drain_posted = leg.drain_posted;
         writer.outstanding -= bytes;
         if bytes > 0 {
             writer.source.written(bytes);
         }
         let now = Instant::now();
-        if now.duration_since(writer.progress_at) >= PROGRESS_EVERY
-            && writer.route.as_ref().is_some_and(|path| !path.drain_posted)
-        {
+        if now.duration_since(writer.progress_at) >= PROGRESS_EVERY && !drain_posted {
             writer.progress_at = now;
             let id = lane.wr_id(Kind::Progress);
             self.chain.send_immediate(id, Signal::Yes, PROGRESS);
@@ -290,27 +402,42 @@ impl Worker {
         self.pump(transfer);
     }
 
-    /// The drain is acknowledged, and with it everything before.
+    /// The drain of a leg is acknowledged, and with it everything before.
     pub(super) fn drain_completed(&mut self, lane: LaneKey) {
         let Some(found) = self.lanes.find(lane) else {
             return;
         };
         found.completed();
-        let Side::Source(Some(transfer)) = found.side else {
+        let Side::Source(Some((transfer, number))) = found.side else {
             return;
         };
         assert!(found.is_quiet(), "requests of a lane complete in order");
         found.side = Side::Source(None);
-        // S2: every request of this attempt is acknowledged, so the device reads nothing more for
-        // it. Dropping its `Source` is the proof.
-        let writer = self.writers.remove(&transfer);
-        if let Some(Writer { link, .. }) = writer {
-            // The peer knew of the drain before us, and may have used the lane for another grant.
-            let of_link = (link, GrantId(0))..=(link, GrantId(u64::MAX));
-            let waiting: Vec<_> = self.awaiting.range(of_link).map(|(key, _)| *key).collect();
-            for (link, grant) in waiting {
-                self.reach_arrived(link, grant);
+        let next = found.next.take();
+        self.leg_over(transfer, number);
+        // The peer knew of the drain before us, and may have used the lane for another grant.
+        if let Some(next) = next {
+            match self.take_lane(next) {
+                Ok(()) => self.pump(next.0),
+                Err(why) => self.fail_writer(next.0, &why),
             }
+        }
+    }
+
+    /// A leg needs its lane no more.
+    fn leg_over(&mut self, transfer: TransferId, number: LegNumber) {
+        let Some(writer) = self.writers.get_mut(&transfer) else {
+            return;
+        };
+        let Some(leg) = writer.leg(number) else {
+            return;
+        };
+        leg.way = Way::Over;
+        let mut legs = writer.route.iter().flat_map(|route| &route.legs);
+        if legs.all(|leg| matches!(leg.way, Way::Over)) {
+            // S2: every request of this attempt is acknowledged, so the device reads nothing more
+            // for it. Dropping its `Source` is the proof.
+            self.writers.remove(&transfer);
         }
     }
 
@@ -321,16 +448,22 @@ impl Worker {
         }
     }
 
-    /// Ends a writer that was removed. Where it has posted anything its lane goes first: only then
+    /// Ends a writer that was removed. Where it has posted anything its lanes go first: only then
     /// does the device read the pool no more.
-    fn end_writer(&mut self, mut writer: Writer, failed: Option<&str>) {
+    fn end_writer(&mut self, writer: Writer, failed: Option<&str>) {
         let transfer = writer.source.transfer();
         self.awaiting.retain(|_, other| *other != transfer);
-        if let Some(path) = writer.route.take() {
-            if let Some(lane) = self.lanes.find(path.lane) {
-                lane.side = Side::Source(None);
+        for leg in writer.route.iter().flat_map(|route| &route.legs) {
+            match leg.way {
+                Way::Given(number) => self.give_up_lane(writer.link, number, transfer),
+                Way::Laned(lane, _) => {
+                    if let Some(lane) = self.lanes.find(lane) {
+                        lane.side = Side::Source(None);
+                    }
+                    self.lane_broke(lane, "its writer has failed");
+                }
+                Way::Over => {}
             }
-            self.lane_broke(path.lane, "its writer has failed");
         }
         match failed {
             Some(why) => {
@@ -338,6 +471,15 @@ impl Worker {
                 writer.source.fail();
             }
             None => drop(writer),
+        }
+    }
+
+    /// A writer that waits for a lane to be free waits no more.
+    fn give_up_lane(&mut self, link: LinkId, number: LaneNumber, transfer: TransferId) {
+        let peer = self.links.get(&link).and_then(|key| self.peers.get(key));
+        let key = peer.and_then(|peer| peer.theirs.get(&number).copied());
+        if let Some(lane) = key.and_then(|key| self.lanes.find(key)) {
+            lane.next = lane.next.filter(|(other, _)| *other != transfer);
         }
     }
 
@@ -366,132 +508,106 @@ impl Worker {
     }
 }
 
-/// What one chain of requests is made from.
-struct Parts<'a> {
-    source: &'a Source,
-    runs: &'a mut VecDeque<PageRun>,
-    offset: &'a mut u64,
-    outstanding: u64,
-    end: Option<End>,
-    path: &'a mut Path,
-    room: u32,
-}
-
-/// How chains are filled.
+/// How the lanes of a writer are filled.
 struct Posting<'a> {
     chain: &'a mut SendChain,
-    wr_id: u64,
-    drain_id: u64,
     outstanding_bytes_max: u64,
-    /// How many more bytes a fault lets through.
+    /// How many more bytes a fault lets through. The piece that reaches it is whole.
     stall: u64,
-}
-
-/// A chain that is about to be posted.
-struct Group {
-    requests: u32,
-    bytes: u64,
+    /// Whether the pieces that wait are the last, and the drain is to follow.
+    is_last: bool,
+    posted: u64,
+    outstanding: u64,
 }
 
 impl Posting<'_> {
-    /// Fills the chain with what comes next; `None` where there is nothing, or no room for it.
-    fn next(&mut self, parts: Parts<'_>) -> Result<Option<Group>, String> {
+    /// Fills the chain with what comes next on a lane, whose key and whose region's it is given,
+    /// and notes it; whether there is anything, and room for it.
+    fn fill(
+        &mut self,
+        leg: &mut Leg,
+        reach: &Reach,
+        (key, lkey): (LaneKey, u32),
+        lane: &mut Lane,
+    ) -> bool {
         // One place stays free, for the message that says that we are alive.
-        let room = parts.room.saturating_sub(1).min(CHAIN_MAX);
-        if room == 0 {
-            return Ok(None);
-        }
-        if !parts.runs.is_empty() {
-            return self.writes(parts, room);
-        }
-        if parts.end.is_some() && !parts.path.drain_posted && self.stall > 0 {
-            return Ok(Some(self.drain(parts.path, room)));
-        }
-        Ok(None)
-    }
-
-    fn writes(&mut self, parts: Parts<'_>, room: u32) -> Result<Option<Group>, String> {
-        let Parts {
-            source,
-            runs,
-            offset,
-            outstanding,
-            path,
-            ..
-        } = parts;
-        // S8: what is outstanding is what a drain has to wait for.
-        let mut budget = self
-            .outstanding_bytes_max
-            .saturating_sub(outstanding)
-            .min(self.stall);
-        let mut group = Group {
-            requests: 0,
-            bytes: 0,
-        };
-        let lkey = path.region.lkey();
-        while group.requests < room && budget > 0 {
-            let Some(run) = runs.front().copied() else {
+        let room = lane.room().saturating_sub(1).min(CHAIN_MAX);
+        let mut count = 0;
+        for piece in leg.pieces.range(leg.posted..) {
+            let bytes = u64::from(piece.bytes);
+            // S8: what is outstanding, over all legs, is what a drain has to wait for.
+            let is_within = self.outstanding + bytes <= self.outstanding_bytes_max;
+            if count == room || self.stall == 0 || !is_within {
                 break;
-            };
-            let here = source
-                .area
-                .extent(run, *offset, budget.min(WRITE_BYTES_MAX));
-            // S7: a page that the grant does not reach is not written, whatever we were told.
-            let piece = path.reach.piece(run, *offset, here.bytes);
-            let piece = piece.ok_or_else(|| format!("the grant does not reach {run:?}"))?;
-            let local = Local {
-                offset: here.start,
-                bytes: u32::try_from(piece.bytes).expect("at most WRITE_BYTES_MAX"),
-                lkey,
-            };
-            let remote = Remote {
-                offset: piece.offset,
-                rkey: piece.rkey,
-            };
-            *offset += piece.bytes;
-            budget -= piece.bytes;
-            group.bytes += piece.bytes;
-            group.requests += 1;
-            if *offset == source.area.run_bytes(run) {
-                runs.pop_front();
-                *offset = 0;
             }
-            let is_last = group.requests == room || budget == 0 || runs.is_empty();
-            let signal = if is_last { Signal::Yes } else { Signal::No };
-            self.chain.write(self.wr_id, signal, local, remote);
+            count += 1;
+            self.posted += bytes;
+            self.outstanding += bytes;
+            self.stall = self.stall.saturating_sub(bytes);
         }
-        Ok((group.requests > 0).then_some(group))
+        if count > 0 {
+            let pieces = leg.pieces.range(leg.posted..leg.posted + count as usize);
+            for (left, piece) in (0..count).rev().zip(pieces) {
+                let local = Local {
+                    offset: piece.from,
+                    bytes: piece.bytes,
+                    lkey,
+                };
+                let remote = Remote {
+                    offset: piece.to,
+                    rkey: reach.extents[usize::from(piece.extent)].rkey,
+                };
+                let signal = if left == 0 { Signal::Yes } else { Signal::No };
+                self.chain
+                    .write(key.wr_id(Kind::Writes), signal, local, remote);
+            }
+            leg.posted += count as usize;
+            lane.posted(count, count);
+            return true;
+        }
+        let may_drain = self.is_last && self.stall > 0 && leg.posted == leg.pieces.len();
+        if !may_drain || leg.drain_posted || room == 0 {
+            return false;
+        }
+        lane.posted(self.drain(leg, reach, key, room), 0);
+        true
     }
 
-    /// The next messages of a drain: each takes a window away, and the last of them is the proof.
-    fn drain(&mut self, path: &mut Path, room: u32) -> Group {
-        let mut group = Group {
-            requests: 0,
-            bytes: 0,
-        };
-        if !path.reach.by_window {
-            self.chain.send_immediate(self.drain_id, Signal::Yes, DRAIN);
-            path.drain_posted = true;
-            group.requests = 1;
-            return group;
+    /// The next messages of a drain, and how many: each takes a window away, and the last of them
+    /// is the proof.
+    fn drain(&mut self, leg: &mut Leg, reach: &Reach, key: LaneKey, room: u32) -> u32 {
+        let last = key.wr_id(Kind::Drain);
+        if !reach.by_window {
+            self.chain.send_immediate(last, Signal::Yes, DRAIN);
+            leg.drain_posted = true;
+            return 1;
         }
-        while group.requests < room && !path.drain_posted {
-            let rkey = path.reach.extents[path.drained].rkey;
-            path.drained += 1;
-            group.requests += 1;
-            if path.drained == path.reach.extents.len() {
-                path.drain_posted = true;
-                self.chain.send_invalidate(self.drain_id, Signal::Yes, rkey);
+        let mut count = 0;
+        while count < room && !leg.drain_posted {
+            let index = usize::from(leg.extents[leg.drained]);
+            let rkey = reach.extents[index].rkey;
+            leg.drained += 1;
+            count += 1;
+            if leg.drained == leg.extents.len() {
+                leg.drain_posted = true;
+                self.chain.send_invalidate(last, Signal::Yes, rkey);
             } else {
-                let signal = if group.requests == room {
+                let signal = if count == room {
                     Signal::Yes
                 } else {
                     Signal::No
                 };
-                self.chain.send_invalidate(self.wr_id, signal, rkey);
+                self.chain
+                    .send_invalidate(key.wr_id(Kind::Writes), signal, rkey);
             }
         }
-        group
+        count
+    }
+
+    fn post(&mut self, lane: &Lane) -> Result<(), String> {
+        self.chain
+            .post(&lane.queue_pair)
+            .map_err(|error| error.to_string())
     }
 }
 
@@ -499,6 +615,9 @@ impl Posting<'_> {
 const CHAIN_MAX: u32 = 32;
 
 const _: () = assert!(CHAIN_MAX as usize == SendChain::MAX);
+
+/// Pieces of one leg: those that its lane has posted, and as many that wait.
+const PIECES_MAX: usize = 2 * SENDS_MAX as usize;
 
 /// Bytes of one write. Short enough that a slow port says often that it is alive.
 const WRITE_BYTES_MAX: u64 = 1 << 20;

@@ -1,17 +1,18 @@
 //! Peers: who is at the other end of lanes, and how new lanes come to be.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use fabric_proto::ids::{GrantId, LinkId, Secret};
+use fabric_proto::ids::{GrantId, LinkId, Secret, TransferId};
 use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, info, warn};
 
 use super::codec::{LaneNumber, LaneOffer, Message, RailAddress};
 use super::extents::Reach;
-use super::ffi::{Route, VerbsError};
+use super::ffi::{Route, Signal, VerbsError};
 use super::lanes::{Kind, Lane, LaneKey, RECEIVES, Side, State};
-use super::worker::Worker;
+use super::worker::{Order, Worker};
 
 /// A peer's number within this plane. Never used twice.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -25,38 +26,64 @@ pub(super) struct Peer {
     outgoing: mpsc::Sender<Message>,
     pub(super) is_deaf: bool,
     introduction: Option<Introduction>,
+    /// The lanes that it is offered: each has one, or is offered another in a while.
+    places: Vec<Place>,
     next_lane: u32,
     /// Our lanes, and the peer's, by number.
     ours: BTreeMap<LaneNumber, LaneKey>,
     pub(super) theirs: BTreeMap<LaneNumber, LaneKey>,
     /// Ours that are free.
-    pub(super) idle: VecDeque<LaneKey>,
+    idle: VecDeque<LaneKey>,
+    /// Which of our ports the next grant's first leg is to go through, if it can.
+    turn: usize,
     /// Grants that wait for one.
     pub(super) waiting: VecDeque<GrantId>,
     /// What the peer has granted us, until the writer takes it.
-    reaches: BTreeMap<GrantId, (Secret, LaneNumber, Reach)>,
-    /// Grants whose writer has taken it.
-    taken: BTreeSet<GrantId>,
+    reaches: BTreeMap<GrantId, Granted>,
+    /// Grants whose writer has taken it, and for which transfer.
+    taken: BTreeMap<GrantId, TransferId>,
 }
 
-/// What is left to do before the peer can be used: each end says whether its lanes carry messages,
-/// and both must.
+/// A lane through one of our ports, whichever queue pair it is just now.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Place {
+    rail: usize,
+    /// The peer's port that it is meant for. Where that does not answer it tries the others.
+    their_rail: usize,
+    /// How often it has come to nothing since it last carried a grant.
+    failures: u32,
+}
+
+/// What is left to do before the peer can be used: each end says whether a lane of its own carries
+/// messages, and one of each must. Not every one: where each port is on a network of its own, two
+/// of different networks do not reach each other.
 #[derive(Debug)]
 struct Introduction {
     done: oneshot::Sender<bool>,
-    /// Lanes of ours that do not carry anything yet.
-    lanes_left: usize,
+    /// Places whose first lane has neither carried a message nor come to nothing.
+    undecided: BTreeSet<usize>,
+    /// Whether a lane of ours has carried a message.
+    carries: bool,
     ours: Option<bool>,
     theirs: Option<bool>,
 }
 
+/// What a peer has granted.
+#[derive(Debug)]
+pub(super) struct Granted {
+    pub(super) key: Secret,
+    /// By leg.
+    pub(super) lanes: Vec<LaneNumber>,
+    pub(super) reach: Reach,
+}
+
 /// What became of a reach.
-#[derive(Debug, Eq, PartialEq)]
+#[derive(Debug)]
 pub(super) enum Reached {
     /// Not here yet.
     Awaited,
-    /// Here it is: the key, the lane, and where.
-    Now(Secret, LaneNumber, Reach),
+    /// Here it is.
+    Now(Granted),
     /// Another writer has it.
     Taken,
 }
@@ -67,19 +94,13 @@ impl Peer {
         self.is_deaf |= self.outgoing.try_send(message).is_err();
     }
 
-    /// The lane that the peer's grant is for, if it was said and not taken.
-    pub(super) fn lane_for(&self, grant: GrantId) -> Option<LaneKey> {
-        let (_, lane, _) = self.reaches.get(&grant)?;
-        self.theirs.get(lane).copied()
-    }
-
     /// Takes what the peer's grant reaches, once.
-    pub(super) fn take_reach(&mut self, grant: GrantId) -> Reached {
-        if let Some((key, lane, reach)) = self.reaches.remove(&grant) {
-            self.taken.insert(grant);
-            return Reached::Now(key, lane, reach);
+    pub(super) fn take_reach(&mut self, grant: GrantId, transfer: TransferId) -> Reached {
+        if let Some(granted) = self.reaches.remove(&grant) {
+            self.taken.insert(grant, transfer);
+            return Reached::Now(granted);
         }
-        if self.taken.contains(&grant) {
+        if self.taken.contains_key(&grant) {
             return Reached::Taken;
         }
         Reached::Awaited
@@ -95,6 +116,17 @@ impl Worker {
         outgoing: mpsc::Sender<Message>,
         done: oneshot::Sender<bool>,
     ) {
+        // So many for each port, as a grant takes one of each.
+        let count = (self.settings.lanes * self.rails.len()).min(LANES_MAX);
+        let routes = (0..count).filter_map(|turn| route_of(&self.addresses, &rails, turn));
+        let places: Vec<_> = routes
+            .map(|(rail, their_rail)| Place {
+                rail,
+                their_rail,
+                failures: 0,
+            })
+            .collect();
+        let count = places.len();
         let peer = Peer {
             link: None,
             rails,
@@ -102,21 +134,31 @@ impl Worker {
             is_deaf: false,
             introduction: Some(Introduction {
                 done,
-                lanes_left: self.settings.lanes,
+                undecided: (0..count).collect(),
+                carries: false,
                 ours: None,
                 theirs: None,
             }),
+            places,
             next_lane: 0,
             ours: BTreeMap::new(),
             theirs: BTreeMap::new(),
             idle: VecDeque::new(),
+            turn: 0,
             waiting: VecDeque::new(),
             reaches: BTreeMap::new(),
-            taken: BTreeSet::new(),
+            taken: BTreeMap::new(),
         };
         self.peers.insert(key, peer);
-        for _ in 0..self.settings.lanes {
-            self.offer_lane(key);
+        if count == 0 {
+            warn!(
+                peer = key.0,
+                "no port of the peer is of a kind with one here"
+            );
+            return self.judge(key);
+        }
+        for place in 0..count {
+            self.offer_lane(key, place);
         }
     }
 
@@ -169,9 +211,17 @@ impl Worker {
             Message::Reach {
                 grant,
                 key: secret,
-                lane,
+                lanes,
                 reach,
-            } => self.reach_said(key, grant, (secret, lane, reach)),
+            } => {
+                let key_of_writer = secret;
+                let granted = Granted {
+                    key: key_of_writer,
+                    lanes,
+                    reach,
+                };
+                self.reach_said(key, grant, granted)
+            }
             Message::Closed { grant } => {
                 if let Some(peer) = self.peers.get_mut(&key) {
                     peer.reaches.remove(&grant);
@@ -188,8 +238,8 @@ impl Worker {
         }
     }
 
-    /// Offers a new lane to a peer, through the ports whose turn it is.
-    pub(super) fn offer_lane(&mut self, key: PeerKey) {
+    /// Offers a new lane to a peer. Where there can be none now, it tries again in a while.
+    pub(super) fn offer_lane(&mut self, key: PeerKey, place: usize) {
         let Some(peer) = self.peers.get_mut(&key) else {
             return;
         };
@@ -198,26 +248,28 @@ impl Worker {
             return;
         };
         peer.next_lane = next;
-        let Some((rail, their_rail)) = route_of(&self.addresses, &peer.rails, lane_number.0) else {
-            warn!(
-                peer = key.0,
-                "no port of the peer is of a kind with one here"
-            );
-            return;
-        };
+        let Place {
+            rail,
+            their_rail: meant,
+            failures,
+        } = peer.places[place];
+        let their_rail = next_port(&peer.rails, meant, failures);
         let made = Lane::new(
             &mut self.rails,
-            rail,
+            (rail, their_rail),
             key,
             lane_number,
             Side::Destination(State::Connecting),
         );
-        let added = made.and_then(|lane| self.add_lane(lane));
+        let added = made.and_then(|mut made| {
+            made.place = place;
+            self.add_lane(made)
+        });
         let lane = match added {
             Ok(lane) => lane,
             Err(error) => {
                 warn!(device = self.rails[rail].device(), "make a lane: {error}");
-                return;
+                return self.place_failed(key, place);
             }
         };
         let made = self.lanes.find(lane).expect("it was just added");
@@ -233,6 +285,30 @@ impl Worker {
         }));
     }
 
+    /// A lane came to nothing: the next one is offered later than this one was.
+    fn place_failed(&mut self, key: PeerKey, place: usize) {
+        let Some(peer) = self.peers.get_mut(&key) else {
+            return;
+        };
+        let failures = &mut peer.places[place].failures;
+        let pause = offer_pause(*failures);
+        *failures = failures.saturating_add(1);
+        self.due_offers.push((Instant::now() + pause, key, place));
+        self.decide(key, place, false);
+    }
+
+    /// It is known of a place whether its first lane carries messages.
+    fn decide(&mut self, key: PeerKey, place: usize, carries: bool) {
+        let mut is_last = false;
+        self.introduce(key, |introduction| {
+            introduction.carries |= carries;
+            is_last = introduction.undecided.remove(&place) && introduction.undecided.is_empty();
+        });
+        if is_last {
+            self.judge(key);
+        }
+    }
+
     /// Adds a lane, and posts its receives.
     fn add_lane(&mut self, lane: Lane) -> Result<LaneKey, VerbsError> {
         let key = match self.lanes.insert(lane) {
@@ -246,7 +322,11 @@ impl Worker {
             }
         };
         let lane = self.lanes.find(key).expect("it was just added");
-        lane.post_receives(key, RECEIVES)?;
+        if let Err(error) = lane.post_receives(key, RECEIVES) {
+            let lane = self.lanes.remove(key).expect("as above");
+            let _unused = lane.revoke(&mut self.rails, [])?;
+            return Err(error);
+        }
         Ok(key)
     }
 
@@ -262,27 +342,17 @@ impl Worker {
             return Err(PeerError::Lane(offer.lane));
         };
         let side = Side::Source(None);
-        let made = Lane::new(&mut self.rails, rail, key, offer.lane, side)
+        let path = (rail, usize::from(offer.rail));
+        let made = Lane::new(&mut self.rails, path, key, offer.lane, side)
             .and_then(|lane| self.add_lane(lane));
-        let connected = made.and_then(|lane| {
-            let first = self.lanes.find(lane).expect("it was just added").first;
-            let route = self.route(rail, address, (offer.number, offer.first), first);
-            let found = self.lanes.find(lane).expect("as above");
-            found.connect(&route)?;
-            Ok((lane, found.queue_pair.number(), first))
-        });
         let peer = self.peers.get_mut(&key).expect("it was found above");
-        match connected {
-            Ok((lane, number, first)) => {
+        match made {
+            Ok(lane) => {
                 peer.theirs.insert(offer.lane, lane);
-                peer.tell(Message::LaneReady {
-                    lane: offer.lane,
-                    number,
-                    first,
-                });
+                self.connect(lane, address, (offer.number, offer.first));
             }
             Err(error) => {
-                warn!(peer = key.0, "connect a lane: {error}");
+                warn!(device = self.rails[rail].device(), "make a lane: {error}");
                 peer.tell(Message::LaneGone {
                     lane: offer.lane,
                     offered_by_sender: false,
@@ -292,7 +362,63 @@ impl Worker {
         Ok(())
     }
 
-    /// The peer has connected a lane of ours: we do, and see whether it carries anything.
+    /// Connects a lane to the peer's end of it: elsewhere, as the kernel may have to look for the
+    /// peer's address, and waits a second for one that does not answer. Until it is back nobody
+    /// finds the lane.
+    fn connect(&mut self, key: LaneKey, address: RailAddress, theirs: (u32, u32)) {
+        let Some(lane) = self.lanes.lend(key) else {
+            return;
+        };
+        let route = self.route(lane.rail, address, theirs, lane.first);
+        let inbox = Arc::clone(&self.inbox);
+        self.runtime.spawn_blocking(move || {
+            let result = lane.connect(&route);
+            let lane = Box::new(lane);
+            inbox.push(Order::Connected { key, lane, result });
+        });
+    }
+
+    /// A lane is back.
+    pub(super) fn connected(&mut self, key: LaneKey, lane: Lane, result: Result<(), VerbsError>) {
+        let (peer_key, number, side) = (lane.peer, lane.number, lane.side);
+        let device = self.rails[lane.rail].device();
+        if let Err(error) = &result {
+            info!(device, "connect a lane: {error}");
+        }
+        self.lanes.take_back(key, lane);
+        let is_ours = matches!(side, Side::Destination(_));
+        let peer = self.peers.get_mut(&peer_key);
+        let lanes = peer.map(|peer| if is_ours { &peer.ours } else { &peer.theirs });
+        if lanes.and_then(|lanes| lanes.get(&number)) != Some(&key) {
+            // The peer, or its end of the lane, has gone meanwhile.
+            self.destroy_lane(key);
+        } else if let Err(error) = result {
+            self.lane_broke(key, &error.to_string());
+        } else if is_ours {
+            self.probe(key);
+        } else if let Some(peer) = self.peers.get_mut(&peer_key) {
+            let lane = self.lanes.find(key).expect("it was just taken back");
+            peer.tell(Message::LaneReady {
+                lane: number,
+                number: lane.queue_pair.number(),
+                first: lane.first,
+            });
+        }
+    }
+
+    /// Sees whether a lane of ours carries anything.
+    fn probe(&mut self, key: LaneKey) {
+        let lane = self.lanes.find(key).expect("the caller has it");
+        lane.side = Side::Destination(State::Probing);
+        let id = key.wr_id(Kind::Probe);
+        self.chain.send_immediate(id, Signal::Yes, super::PROBE);
+        match self.chain.post(&lane.queue_pair) {
+            Ok(()) => lane.posted(1, 0),
+            Err(error) => self.lane_broke(key, &error.to_string()),
+        }
+    }
+
+    /// The peer has connected a lane of ours: we do.
     fn lane_ready(
         &mut self,
         key: PeerKey,
@@ -304,29 +430,14 @@ impl Worker {
         let Some(lane) = peer.ours.get(&lane_number).copied() else {
             return Ok(()); // It has just gone.
         };
-        let found = self.lanes.find(lane).expect("the peer's lanes are there");
-        if found.side != Side::Destination(State::Connecting) {
-            return Err(PeerError::Lane(lane_number));
-        }
-        let (rail, our_first) = (found.rail, found.first);
-        let (_, their_rail) =
-            route_of(&self.addresses, &peer.rails, lane_number.0).expect("as when it was offered");
-        let address = peer.rails[their_rail];
-        let route = self.route(rail, address, (number, first), our_first);
-        let found = self.lanes.find(lane).expect("as above");
-        found.side = Side::Destination(State::Probing);
-        let connected = found.connect(&route).and_then(|()| {
-            self.chain.send_immediate(
-                lane.wr_id(Kind::Probe),
-                super::ffi::Signal::Yes,
-                super::PROBE,
-            );
-            self.chain.post(&found.queue_pair)
+        // None: it is being connected.
+        let found = self.lanes.find(lane).filter(|found| {
+            let offered = Side::Destination(State::Connecting);
+            found.side == offered
         });
-        match connected {
-            Ok(()) => found.posted(1, 0),
-            Err(error) => self.lane_broke(lane, &error.to_string()),
-        }
+        let found = found.ok_or(PeerError::Lane(lane_number))?;
+        let address = peer.rails[found.their_rail];
+        self.connect(lane, address, (number, first));
         Ok(())
     }
 
@@ -338,41 +449,100 @@ impl Worker {
         if found.side != Side::Destination(State::Probing) {
             return;
         }
-        let peer = found.peer;
+        let (peer, place) = (found.peer, found.place);
         self.lane_idle(lane);
-        let mut is_last = false;
-        self.introduce(peer, |introduction| {
-            introduction.lanes_left = introduction.lanes_left.saturating_sub(1);
-            is_last = introduction.lanes_left == 0;
-        });
-        if is_last {
-            self.judge(peer, true);
-        }
+        self.decide(peer, place, true);
     }
 
-    /// A lane of ours is free: the grant that has waited longest gets it.
+    /// A lane of ours is free.
     pub(super) fn lane_idle(&mut self, lane: LaneKey) {
         let Some(found) = self.lanes.find(lane) else {
             return;
         };
+        let has_carried = matches!(found.side, Side::Destination(State::Busy(..)));
         found.side = Side::Destination(State::Idle);
-        let Some(peer) = self.peers.get_mut(&found.peer) else {
-            return;
-        };
-        match peer.waiting.pop_front() {
-            Some(grant) => self.bind(grant, lane),
-            None => peer.idle.push_back(lane),
+        let (key, place) = (found.peer, found.place);
+        if let Some(peer) = self.peers.get_mut(&key) {
+            if has_carried {
+                peer.places[place].failures = 0;
+            }
+            peer.idle.push_back(lane);
+            self.serve_waiting(key);
         }
     }
 
-    /// Says whether our lanes can be used, once.
-    pub(super) fn judge(&mut self, key: PeerKey, usable: bool) {
-        let mut tell = false;
+    /// Gives the grants that have waited longest their lanes, as long as there are any.
+    pub(super) fn serve_waiting(&mut self, key: PeerKey) {
+        while let Some(peer) = self.peers.get_mut(&key)
+            && !peer.idle.is_empty()
+            && let Some(grant) = peer.waiting.pop_front()
+        {
+            self.bind(key, grant);
+        }
+    }
+
+    /// Through how many of our ports a peer has idle lanes.
+    pub(super) fn idle_rails(&mut self, key: PeerKey) -> usize {
+        let idle = self.peers.get(&key).map(|peer| &peer.idle);
+        let mut rails: Vec<_> = idle
+            .into_iter()
+            .flatten()
+            .filter_map(|lane| Some(self.lanes.find(*lane)?.rail))
+            .collect();
+        rails.sort_unstable();
+        rails.dedup();
+        rails.len()
+    }
+
+    /// Takes at most `count` idle lanes of a peer, each through another port of ours and, where
+    /// there is the choice, of the peer's.
+    pub(super) fn take_idle(&mut self, key: PeerKey, count: usize) -> Vec<LaneKey> {
+        let rails = self.rails.len();
+        let mut taken = Vec::with_capacity(count);
+        let mut theirs = Vec::with_capacity(count);
+        let Some(peer) = self.peers.get_mut(&key) else {
+            return taken;
+        };
+        let first = peer.turn;
+        for rail in (first..first + rails).map(|turn| turn % rails) {
+            if taken.len() == count {
+                break;
+            }
+            let mut best = None;
+            for (index, lane) in peer.idle.iter().enumerate() {
+                let found = self.lanes.find(*lane).expect("an idle lane is there");
+                let is_new = !theirs.contains(&found.their_rail);
+                if found.rail == rail && (is_new || best.is_none()) {
+                    best = Some((index, found.their_rail));
+                    if is_new {
+                        break;
+                    }
+                }
+            }
+            if let Some((index, their_rail)) = best {
+                taken.extend(peer.idle.remove(index));
+                theirs.push(their_rail);
+                // The next grant begins where this one's first leg does not.
+                if taken.len() == 1 {
+                    peer.turn = (rail + 1) % rails;
+                }
+            }
+        }
+        taken
+    }
+
+    /// Says whether a lane of ours can be used, once.
+    pub(super) fn judge(&mut self, key: PeerKey) {
+        let mut tell = None;
         self.introduce(key, |introduction| {
-            tell = introduction.ours.is_none();
-            introduction.ours = introduction.ours.or(Some(usable));
+            if introduction.ours.is_none() {
+                tell = Some(introduction.carries);
+                introduction.ours = tell;
+            }
         });
-        if tell && let Some(peer) = self.peers.get_mut(&key) {
+        if let Some(usable) = tell
+            && let Some(peer) = self.peers.get_mut(&key)
+        {
             peer.tell(Message::Usable(usable));
         }
     }
@@ -402,8 +572,18 @@ impl Worker {
         } else {
             &peer.ours
         };
-        if let Some(lane) = lanes.get(&number).copied() {
-            self.lane_broke(lane, "the peer's end is gone");
+        let Some(lane) = lanes.get(&number).copied() else {
+            return;
+        };
+        if self.lanes.find(lane).is_some() {
+            return self.lane_broke(lane, "the peer's end is gone");
+        }
+        // It is being connected, and destroyed when it is back.
+        let peer = self.peers.get_mut(&key).expect("it was found above");
+        if offered_by_sender {
+            peer.theirs.remove(&number);
+        } else {
+            peer.ours.remove(&number);
         }
     }
 
@@ -420,19 +600,22 @@ impl Worker {
             "a lane is gone: {why}"
         );
         match side {
-            Side::Destination(State::Busy(grant)) => self.revoke_grant(grant),
-            Side::Destination(_) => self.destroy_lane(key),
-            Side::Source(user) => {
+            Side::Destination(State::Busy(grant, leg)) => self.leg_broke(grant, leg),
+            Side::Destination(State::Connecting | State::Probing | State::Idle) => {
                 self.destroy_lane(key);
-                if let Some(transfer) = user {
+            }
+            Side::Source(user) => {
+                let next = lane.next;
+                self.destroy_lane(key);
+                for (transfer, _) in user.into_iter().chain(next) {
                     self.fail_writer(transfer, why);
                 }
             }
         }
     }
 
-    /// Destroys a lane that carries no grant of ours. What was posted reads no memory after it.
-    fn destroy_lane(&mut self, key: LaneKey) {
+    /// Destroys a lane that carries nothing of a grant of ours that is not drained. What was posted reads no memory after it.
+    pub(super) fn destroy_lane(&mut self, key: LaneKey) {
         if let Some(lane) = self.lanes.remove(key) {
             self.forget_lane(key, &lane);
             let _no_grant = lane.revoke(&mut self.rails, []).expect(super::MUST_END);
@@ -456,26 +639,24 @@ impl Worker {
         }
         peer.ours.remove(&number);
         peer.idle.retain(|other| *other != key);
-        if peer.introduction.is_some() {
-            self.judge(peer_key, false);
-        } else {
-            self.due_offers
-                .push((Instant::now() + super::OFFER_PAUSE, peer_key));
+        if matches!(lane.side, Side::Destination(State::Busy(..))) {
+            peer.places[lane.place].failures = 0;
         }
+        self.place_failed(peer_key, lane.place);
     }
 
     fn reach_said(
         &mut self,
         key: PeerKey,
         grant: GrantId,
-        reach: (Secret, LaneNumber, Reach),
+        granted: Granted,
     ) -> Result<(), PeerError> {
         let peer = self.peers.get_mut(&key).ok_or(PeerError::OutOfPlace)?;
-        let is_known = peer.reaches.contains_key(&grant) || peer.taken.contains(&grant);
+        let is_known = peer.reaches.contains_key(&grant) || peer.taken.contains_key(&grant);
         if is_known || peer.reaches.len() + peer.taken.len() == GRANTS_MAX {
             return Err(PeerError::Grant(grant));
         }
-        peer.reaches.insert(grant, reach);
+        peer.reaches.insert(grant, granted);
         if let Some(link) = peer.link {
             self.reach_arrived(link, grant);
         }
@@ -498,8 +679,15 @@ impl Worker {
     }
 }
 
+/// How long after a lane came to nothing the next one is offered: each time twice as long. A lane
+/// that carried a grant is replaced at once, as a fence takes one.
+fn offer_pause(failures: u32) -> Duration {
+    let pause = OFFER_PAUSE.saturating_mul(2_u32.saturating_pow(failures));
+    pause.min(OFFER_PAUSE_MAX)
+}
+
 /// Which ports a lane goes through: ours and the peer's, of one kind, in turn.
-fn route_of(ours: &[RailAddress], theirs: &[RailAddress], turn: u32) -> Option<(usize, usize)> {
+fn route_of(ours: &[RailAddress], theirs: &[RailAddress], turn: usize) -> Option<(usize, usize)> {
     let mut pairs = Vec::new();
     for (shift, _) in theirs.iter().enumerate() {
         for (rail, address) in ours.iter().enumerate() {
@@ -509,8 +697,17 @@ fn route_of(ours: &[RailAddress], theirs: &[RailAddress], turn: u32) -> Option<(
             }
         }
     }
-    let turn = usize::try_from(turn).expect("usize has 32 bits or more");
     pairs.get(turn % pairs.len().max(1)).copied()
+}
+
+/// Which port of a peer to try after so many failures of a lane that is meant for `meant`: those of
+/// its kind, in turn.
+fn next_port(theirs: &[RailAddress], meant: usize, failures: u32) -> usize {
+    let from_there = (meant..meant + theirs.len()).map(|port| port % theirs.len());
+    let of_kind = |port: &usize| theirs[*port].is_ethernet == theirs[meant].is_ethernet;
+    let ports: Vec<_> = from_there.filter(of_kind).collect();
+    let turn = usize::try_from(failures).expect("usize has 32 bits or more");
+    ports[turn % ports.len()]
 }
 
 /// What a peer's plane did that it must not.
@@ -523,6 +720,13 @@ enum PeerError {
     #[error("a message out of place")]
     OutOfPlace,
 }
+
+/// Before a lane is offered in place of one that is gone.
+const OFFER_PAUSE: Duration = Duration::from_millis(10);
+
+/// Between lanes that come to nothing, at most. To make one takes some of the thread's time: where
+/// the peer's port is down its address has to be looked for.
+const OFFER_PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// Lanes that one peer may offer.
 const LANES_MAX: usize = 1024;
@@ -537,6 +741,13 @@ const TOO_MANY: i32 = 28;
 mod tests {
     use super::super::ffi::Gid;
     use super::*;
+
+    #[test]
+    fn pauses_between_lanes_that_come_to_nothing_grow_up_to_a_bound() {
+        let pauses = [0, 1, 5, 11, 12, 31, 32, u32::MAX].map(offer_pause);
+        let millis = [10, 20, 320, 20_480, 30_000, 30_000, 30_000, 30_000];
+        assert_eq!(pauses, millis.map(Duration::from_millis));
+    }
 
     #[test]
     fn lanes_take_turns_over_every_pair_of_ports_of_one_kind() {
@@ -556,5 +767,12 @@ mod tests {
         assert_eq!(route_of(&ours, &mixed, 0), Some((1, 1)));
         assert_eq!(route_of(&ours, &mixed[..1], 0), None);
         assert_eq!(route_of(&ours, &[], 0), None);
+        let three = [port(true, 5), port(false, 6), port(true, 7)];
+        let tried: Vec<_> = (0..4).map(|turn| next_port(&three, 2, turn)).collect();
+        assert_eq!(
+            tried,
+            [2, 0, 2, 0],
+            "a lane that fails tries the other ports"
+        );
     }
 }

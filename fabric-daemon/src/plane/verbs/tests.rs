@@ -7,6 +7,8 @@ use std::time::Duration;
 use fabric_proto::host::StoppedBy;
 use fabric_proto::ids::TransferId;
 
+mod legs;
+
 use super::*;
 use crate::plane::testing::{self, Event, Pair, Random, Side};
 
@@ -42,11 +44,11 @@ fn settings(modes: &[Mode]) -> VerbsSettings {
     }
 }
 
-fn side(modes: &[Mode], faults: &Arc<Faults>) -> (Side, Arc<VerbsPlane>) {
+fn side(settings: VerbsSettings, faults: &Arc<Faults>) -> (Side, Arc<VerbsPlane>) {
     let mut plane = None;
     let side = Side::new(|pools, events| {
         let faults = Arc::clone(faults);
-        let made = VerbsPlane::new(pools, events, settings(modes), 4 << 20, faults).unwrap();
+        let made = VerbsPlane::new(pools, events, settings, 4 << 20, faults).unwrap();
         Shared(Arc::clone(plane.insert(Arc::new(made))))
     });
     (side, plane.unwrap())
@@ -54,11 +56,18 @@ fn side(modes: &[Mode], faults: &Arc<Faults>) -> (Side, Arc<VerbsPlane>) {
 
 /// Both planes are given as well.
 async fn planes(modes: &[Mode], faults: &Arc<Faults>) -> (Pair, [Arc<VerbsPlane>; 2]) {
+    planes_with(settings(modes), faults).await
+}
+
+async fn planes_with(
+    settings: VerbsSettings,
+    faults: &Arc<Faults>,
+) -> (Pair, [Arc<VerbsPlane>; 2]) {
     // Shown where a test fails.
     let log = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG);
     let _first = log.with_ansi(false).with_test_writer().try_init();
-    let (source, here) = side(modes, faults);
-    let (target, there) = side(modes, faults);
+    let (source, here) = side(settings.clone(), faults);
+    let (target, there) = side(settings, faults);
     let (out, back) = testing::connect().await;
     let (ours, theirs) = tokio::join!(
         here.introduce(&out, Opener::Us),

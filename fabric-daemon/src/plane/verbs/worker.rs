@@ -19,14 +19,15 @@ use std::time::{Duration, Instant};
 use fabric_proto::host::PlaneCommand;
 use fabric_proto::ids::{GrantId, LinkId, PoolId, TransferId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use tracing::{debug, error, warn};
 
 use super::VerbsSettings;
 use super::codec::{Message, RailAddress};
-use super::ffi::{AsyncEvent, Completions, Opcode, SendChain, WorkCompletion};
+use super::ffi::{AsyncEvent, Completions, Opcode, SendChain, VerbsError, WorkCompletion};
 use super::inbound::{Inbound, Received};
-use super::lanes::{Kind, LaneKey, Lanes};
+use super::lanes::{Kind, Lane, LaneKey, Lanes};
 use super::outbound::Writer;
 use super::peers::{Peer, PeerKey};
 use super::rails::Rail;
@@ -57,6 +58,12 @@ pub(super) enum Order {
         peer: PeerKey,
         message: Message,
         place: OwnedSemaphorePermit,
+    },
+    /// A lane that was lent to be connected is back.
+    Connected {
+        key: LaneKey,
+        lane: Box<Lane>,
+        result: Result<(), VerbsError>,
     },
     /// The introduction takes too long.
     GiveUp {
@@ -120,6 +127,8 @@ pub(super) struct Counts {
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) inbox: Arc<Inbox>,
+    /// For what has to wait.
+    pub(super) runtime: Handle,
     pub(super) outbox: Arc<Outbox>,
     pub(super) pools: Arc<Pools>,
     pub(super) faults: Arc<Faults>,
@@ -139,8 +148,8 @@ pub(super) struct Worker {
     /// Writers that wait for their keys.
     pub(super) awaiting: BTreeMap<(LinkId, GrantId), TransferId>,
     pub(super) chain: SendChain,
-    /// Lanes that are to be offered, and when.
-    pub(super) due_offers: Vec<(Instant, PeerKey)>,
+    /// Lanes that are to be offered: when, to whom, and in which of its places.
+    pub(super) due_offers: Vec<(Instant, PeerKey, usize)>,
     /// Since when some grant's sign of life waits to be told.
     pub(super) say_landed_at: Option<Instant>,
     pub(super) looked_for_late: Instant,
@@ -194,7 +203,8 @@ impl Worker {
                 self.peer_said(peer, message);
                 drop(place);
             }
-            Order::GiveUp { peer } => self.judge(peer, false),
+            Order::Connected { key, lane, result } => self.connected(key, *lane, result),
+            Order::GiveUp { peer } => self.judge(peer),
             Order::PeerGone { peer } => self.peer_gone(peer),
             Order::LinkDown(link) => {
                 if let Some(peer) = self.links.get(&link).copied() {
@@ -311,9 +321,9 @@ impl Worker {
         {
             self.report_landed();
         }
-        while let Some(index) = self.due_offers.iter().position(|(at, _)| now >= *at) {
-            let (_, peer) = self.due_offers.swap_remove(index);
-            self.offer_lane(peer);
+        while let Some(index) = self.due_offers.iter().position(|(at, ..)| now >= *at) {
+            let (_, peer, place) = self.due_offers.swap_remove(index);
+            self.offer_lane(peer, place);
         }
         if now.duration_since(self.looked_for_late) >= LATE_EVERY {
             self.looked_for_late = now;
@@ -325,7 +335,7 @@ impl Worker {
     /// How long until `keep_time` has something to do.
     fn until_due(&self, now: Instant) -> Duration {
         let landed = self.say_landed_at.map(|since| since + LANDED_EVERY);
-        let offers = self.due_offers.iter().map(|(at, _)| *at);
+        let offers = self.due_offers.iter().map(|(at, ..)| *at);
         let late = (!self.awaiting.is_empty()).then(|| self.looked_for_late + LATE_EVERY);
         let next = landed.into_iter().chain(offers).chain(late).min();
         next.map_or(SLEEP_MAX, |at| {

@@ -63,11 +63,6 @@ impl SendChain {
         }
     }
 
-    /// Drops what was not posted.
-    pub(crate) fn clear(&mut self) {
-        self.len = 0;
-    }
-
     /// Writes to the peer's memory.
     ///
     /// # Panics
