@@ -81,6 +81,7 @@ async fn metrics(State(page): State<Arc<Page>>) -> Response {
         sessions: page.shell.sessions.count(),
         refused: page.shell.planes.refused(),
         verbs_objects: page.shell.planes.verbs_objects(),
+        verbs_failovers: page.shell.planes.verbs_failovers(),
     };
     let kind = [(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)];
     (kind, page.shell.metrics.text(&gauges)).into_response()

@@ -57,6 +57,7 @@ pub(crate) struct Metrics {
     slots_freed: IntCounter,
     slots_leased: IntCounter,
     slots_released: IntCounter,
+    verbs_failovers: IntCounter,
     verbs_objects: IntGaugeVec,
 }
 
@@ -69,6 +70,7 @@ pub(crate) struct Gauges {
     pub(crate) refused: [(PlaneKind, u64); 3],
     /// Of the `verbs` plane; empty where it is off.
     pub(crate) verbs_objects: Vec<(&'static str, u64)>,
+    pub(crate) verbs_failovers: u64,
 }
 
 impl Metrics {
@@ -189,6 +191,10 @@ impl Metrics {
             slots_freed: set.counter("slots_freed_total", "Slots that nobody holds any more."),
             slots_leased: set.counter("slots_leased_total", "Slots that were leased."),
             slots_released: set.counter("slots_released_total", "Slots whose lease ended."),
+            verbs_failovers: set.counter(
+                "verbs_failovers_total",
+                "Lanes that broke under a grant here, and whose part went on through another.",
+            ),
             verbs_objects: set.gauges(
                 "verbs_objects",
                 "Objects that the verbs plane holds on RDMA devices, by kind.",
@@ -371,6 +377,9 @@ impl Metrics {
                 .with_label_values(&[kind])
                 .set(signed(*count));
         }
+        let before = self.verbs_failovers.get();
+        let more = gauges.verbs_failovers.saturating_sub(before);
+        self.verbs_failovers.inc_by(more);
         for (plane, refused) in gauges.refused {
             let counter = self
                 .plane_writers_refused
@@ -547,6 +556,7 @@ mod tests {
                 (PlaneKind::Verbs, 0),
             ],
             verbs_objects: vec![("queue_pair", 16)],
+            verbs_failovers: 3,
         }
     }
 
@@ -587,6 +597,7 @@ mod tests {
             "fabric_pages_verified_total 5",
             "fabric_pages_corrupt_total 2",
             "fabric_sends_ended_total{outcome=\"aborted\",reason=\"source\"} 1",
+            "fabric_verbs_failovers_total 3",
             "fabric_plane_writers_refused_total{plane=\"quic\"} 3",
         ] {
             assert!(text.contains(line), "{line} is missing from\n{text}");

@@ -170,6 +170,11 @@ impl Planes {
         objects.into_iter().flatten().collect()
     }
 
+    /// Times that the `verbs` plane has led a part of a grant over another lane.
+    pub(crate) fn verbs_failovers(&self) -> u64 {
+        self.verbs.as_ref().map_or(0, VerbsPlane::failovers)
+    }
+
     /// The planes of the link to ourselves.
     pub(crate) fn loopback(&self) -> Vec<PlaneKind> {
         self.shm.iter().map(|_| PlaneKind::Shm).collect()

@@ -105,6 +105,7 @@ impl Node {
                 (PlaneKind::Verbs, 0),
             ],
             verbs_objects: Vec::new(),
+            verbs_failovers: 0,
         });
         assert!(text.contains(line), "{line} is missing from\n{text}");
     }

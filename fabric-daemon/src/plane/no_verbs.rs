@@ -65,6 +65,12 @@ impl VerbsPlane {
 
     /// None.
     #[must_use]
+    pub fn failovers(&self) -> u64 {
+        match self.0 {}
+    }
+
+    /// None.
+    #[must_use]
     pub fn objects(&self) -> [(&'static str, u64); 3] {
         match self.0 {}
     }

@@ -49,6 +49,32 @@ pub(super) enum Message {
     Closed {
         /// Which.
         grant: GrantId,
+        /// By the drain of every leg, so that all was written; else by a fence.
+        is_drained: bool,
+    },
+    /// The receiver's grant has no writer any more, and its lanes end.
+    GivenUp {
+        /// Which.
+        grant: GrantId,
+    },
+    /// A leg whose lane has broken is to go on through another. What of it was acknowledged has
+    /// landed; of the rest nobody knows, so it is to be written again.
+    Rerouted {
+        /// Which grant.
+        grant: GrantId,
+        /// Which leg.
+        leg: LegNumber,
+        /// Its lane from now on.
+        lane: LaneNumber,
+        /// The keys of its extents from now on, in their order.
+        keys: Vec<RKey>,
+    },
+    /// A leg whose lane has broken was drained before.
+    LegDrained {
+        /// Which grant.
+        grant: GrantId,
+        /// Which leg.
+        leg: LegNumber,
     },
 }
 
@@ -94,23 +120,21 @@ impl Message {
     pub(super) fn encode(&self) -> Bytes {
         let mut frame = BytesMut::new();
         frame.put_u32_le(0);
+        self.put(&mut frame);
+        let bytes = u32::try_from(frame.len() - 4).expect("a frame is bounded by its parts");
+        frame[..4].copy_from_slice(&bytes.to_le_bytes());
+        frame.freeze()
+    }
+
+    fn put(&self, frame: &mut BytesMut) {
         match self {
             Self::Rails(rails) => {
                 frame.put_u8(1);
-                for rail in rails {
-                    frame.put_slice(&rail.gid.0);
-                    frame.put_u16_le(rail.lid);
-                    frame.put_u8(rail.mtu);
-                    frame.put_u8(rail.is_ethernet.into());
-                }
+                rails.iter().for_each(|rail| encode_rail(frame, rail));
             }
             Self::Lane(offer) => {
                 frame.put_u8(2);
-                frame.put_u32_le(offer.lane.0);
-                frame.put_u8(offer.rail);
-                frame.put_u8(offer.their_rail);
-                frame.put_u32_le(offer.number);
-                frame.put_u32_le(offer.first);
+                encode_offer(frame, offer);
             }
             Self::LaneReady {
                 lane,
@@ -144,19 +168,34 @@ impl Message {
                 frame.put_u64_le(grant.0);
                 frame.put_slice(&key.0);
                 frame.put_u8(u8::try_from(lanes.len()).expect("at most LEGS_MAX"));
-                for lane in lanes {
-                    frame.put_u32_le(lane.0);
-                }
-                encode_reach(&mut frame, reach);
+                lanes.iter().for_each(|lane| frame.put_u32_le(lane.0));
+                encode_reach(frame, reach);
             }
-            Self::Closed { grant } => {
+            Self::Closed { grant, is_drained } => {
                 frame.put_u8(7);
                 frame.put_u64_le(grant.0);
+                frame.put_u8((*is_drained).into());
+            }
+            Self::GivenUp { grant } => {
+                frame.put_u8(8);
+                frame.put_u64_le(grant.0);
+            }
+            Self::Rerouted {
+                grant,
+                leg,
+                lane,
+                keys,
+            } => {
+                frame.put_u8(9);
+                encode_leg(frame, *grant, *leg);
+                frame.put_u32_le(lane.0);
+                keys.iter().for_each(|key| frame.put_u32_le(key.0));
+            }
+            Self::LegDrained { grant, leg } => {
+                frame.put_u8(10);
+                encode_leg(frame, *grant, *leg);
             }
         }
-        let bytes = u32::try_from(frame.len() - 4).expect("a frame is bounded by its parts");
-        frame[..4].copy_from_slice(&bytes.to_le_bytes());
-        frame.freeze()
     }
 
     /// Total: any bytes are a message or an error.
@@ -211,6 +250,15 @@ impl Message {
             }
             7 => Self::Closed {
                 grant: GrantId(frame.try_get_u64_le()?),
+                is_drained: frame.try_get_u8()? != 0,
+            },
+            8 => Self::GivenUp {
+                grant: GrantId(frame.try_get_u64_le()?),
+            },
+            9 => decode_rerouted(&mut frame)?,
+            10 => Self::LegDrained {
+                grant: GrantId(frame.try_get_u64_le()?),
+                leg: LegNumber(frame.try_get_u8()?),
             },
             other => return Err(DecodeError::Kind(other)),
         };
@@ -278,6 +326,26 @@ impl From<bytes::TryGetError> for DecodeError {
     }
 }
 
+fn encode_rail(frame: &mut BytesMut, rail: &RailAddress) {
+    frame.put_slice(&rail.gid.0);
+    frame.put_u16_le(rail.lid);
+    frame.put_u8(rail.mtu);
+    frame.put_u8(rail.is_ethernet.into());
+}
+
+fn encode_offer(frame: &mut BytesMut, offer: &LaneOffer) {
+    frame.put_u32_le(offer.lane.0);
+    frame.put_u8(offer.rail);
+    frame.put_u8(offer.their_rail);
+    frame.put_u32_le(offer.number);
+    frame.put_u32_le(offer.first);
+}
+
+fn encode_leg(frame: &mut BytesMut, grant: GrantId, leg: LegNumber) {
+    frame.put_u64_le(grant.0);
+    frame.put_u8(leg.0);
+}
+
 fn decode_rail(frame: &mut Bytes) -> Result<RailAddress, DecodeError> {
     let mut gid = [0; 16];
     frame.try_copy_to_slice(&mut gid)?;
@@ -286,6 +354,25 @@ fn decode_rail(frame: &mut Bytes) -> Result<RailAddress, DecodeError> {
         lid: frame.try_get_u16_le()?,
         mtu: frame.try_get_u8()?,
         is_ethernet: frame.try_get_u8()? != 0,
+    })
+}
+
+fn decode_rerouted(frame: &mut Bytes) -> Result<Message, DecodeError> {
+    let grant = GrantId(frame.try_get_u64_le()?);
+    let leg = LegNumber(frame.try_get_u8()?);
+    let lane = LaneNumber(frame.try_get_u32_le()?);
+    let mut keys = Vec::new();
+    while frame.has_remaining() {
+        if keys.len() == EXTENTS_MAX {
+            return Err(DecodeError::Extents);
+        }
+        keys.push(RKey(frame.try_get_u32_le()?));
+    }
+    Ok(Message::Rerouted {
+        grant,
+        leg,
+        lane,
+        keys,
     })
 }
 
@@ -415,7 +502,21 @@ mod tests {
                     extents: vec![extent(0, 0, 0), extent(0, 5, 1), extent(1, 0, 0)],
                 },
             },
-            Message::Closed { grant: GrantId(77) },
+            Message::Closed {
+                grant: GrantId(77),
+                is_drained: true,
+            },
+            Message::GivenUp { grant: GrantId(78) },
+            Message::Rerouted {
+                grant: GrantId(79),
+                leg: LegNumber(1),
+                lane: LaneNumber(70),
+                keys: vec![RKey(5), RKey(6)],
+            },
+            Message::LegDrained {
+                grant: GrantId(79),
+                leg: LegNumber(3),
+            },
         ]
     }
 

@@ -134,6 +134,19 @@ impl Reach {
         loads.iter().filter(|bytes| **bytes > 0).count()
     }
 
+    /// Gives the extents of a leg other keys, in their order; whether there are as many.
+    pub(super) fn rekey(&mut self, leg: LegNumber, keys: &[RKey]) -> bool {
+        let of_leg = |extent: &&mut Extent| extent.leg == leg;
+        if self.extents.iter_mut().filter(of_leg).count() != keys.len() {
+            return false;
+        }
+        let extents = self.extents.iter_mut().filter(of_leg);
+        extents
+            .zip(keys)
+            .for_each(|(extent, key)| extent.rkey = *key);
+        true
+    }
+
     /// Bytes that an extent of contiguous pages has.
     pub(super) fn extent_bytes(&self, extent: &Extent) -> u64 {
         u64::from(extent.regions) * u64::from(extent.count) * u64::from(self.page_bytes)

@@ -9,13 +9,31 @@
 //! A grant has a leg for each lane that it gets: some of its extents, which are written through
 //! that lane alone. It is open when the windows of every leg are bound, and closed when every leg
 //! is stopped.
+//!
+//! ```text
+//!                 ┌──────────────── lane ◀─── waiting ◀── lane broke: it is destroyed ──┐
+//!                 ▼                              │                                      │
+//!   leg:  lane: binding ─▶ bound: writable ──────┼──────────────────────────────────────┘
+//!                             │                  └── none in time: the grant is fenced
+//!                             └── invalidated by the writer ─▶ drained
+//! ```
+//!
+//! A leg whose lane breaks goes on through another (failover):
+//!
+//! 1. The broken lane is destroyed, which fences the leg: a write that was flushed may have landed,
+//!    or land, until then.
+//! 2. Its extents get windows on an idle lane, through another port if there is one.
+//! 3. The peer's plane is told the new lane and keys. It posts again what was not acknowledged.
+//!    That is idempotent: the source's pages are sealed, and go to the same places.
+//!
+//! The other legs go on. Only the destination decides: the writer has no key but what it was told.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fabric_proto::host::{Input, StoppedBy};
 use fabric_proto::ids::{GrantId, LinkId, PoolId, Secret};
-use tracing::{debug, error, warn};
+use tracing::{debug, error, info, warn};
 
 use super::codec::{EXTENTS_MAX, LegNumber, Message};
 use super::extents::{Cover, Reach};
@@ -40,6 +58,7 @@ pub(super) struct Inbound {
     reach: Reach,
     /// By number. None: it waits for a lane.
     legs: Vec<Leg>,
+    failovers: u32,
     armed: bool,
     landed: bool,
 }
@@ -58,6 +77,12 @@ enum LegState {
     Drained(Option<LaneKey>, LegStopped),
     /// It has a lane.
     Laned(Bound),
+    /// Its lane broke, through this port of ours and at that time. It is to have another.
+    Waiting {
+        stopped: LegStopped,
+        rail: usize,
+        since: Instant,
+    },
 }
 
 /// A leg's lane, and what is bound on it.
@@ -77,7 +102,7 @@ impl Inbound {
     /// How many it has.
     pub(super) fn windows(&self) -> u64 {
         let of_leg = |leg: &Leg| match &leg.state {
-            LegState::Drained(..) => 0,
+            LegState::Drained(..) | LegState::Waiting { .. } => 0,
             LegState::Laned(bound) => bound.windows.len() as u64,
         };
         self.legs.iter().map(of_leg).sum()
@@ -86,10 +111,17 @@ impl Inbound {
     fn laned(&mut self, leg: LegNumber) -> Option<(&mut Bound, &[u16], &mut Reach)> {
         let Leg { extents, state } = self.legs.get_mut(leg.index())?;
         match state {
-            LegState::Drained(..) => None,
+            LegState::Drained(..) | LegState::Waiting { .. } => None,
             LegState::Laned(bound) => Some((bound, extents, &mut self.reach)),
         }
     }
+}
+
+/// Who waits for a lane.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Waiter {
+    Grant(GrantId),
+    Leg(GrantId, LegNumber),
 }
 
 impl Worker {
@@ -110,7 +142,7 @@ impl Worker {
         let before = self.grants.insert(grant, inbound);
         assert!(before.is_none(), "the machine never uses a grant id twice");
         let peer = self.peers.get_mut(&peer_key).expect("a link has its peer");
-        peer.waiting.push_back(grant);
+        peer.waiting.push_back(Waiter::Grant(grant));
         self.serve_waiting(peer_key);
     }
 
@@ -151,6 +183,7 @@ impl Worker {
                 mode: *mode,
                 reach,
                 legs: Vec::new(),
+                failovers: 0,
                 armed: false,
                 landed: false,
             });
@@ -239,7 +272,7 @@ impl Worker {
     fn bind_more(&mut self, grant: GrantId, leg: LegNumber) {
         if let Err(error) = self.try_bind_more(grant, leg) {
             error!(%grant, "bind a memory window: {error}");
-            self.revoke_grant(grant);
+            self.leg_broke(grant, leg);
         }
     }
 
@@ -301,10 +334,40 @@ impl Worker {
         let inbound = self.grants.get_mut(&grant).expect("the caller has it");
         let (bound, ..) = inbound.laned(leg).expect("the caller has seen its lane");
         bound.is_bound = true;
+        if inbound.armed {
+            return self.rerouted(grant, leg);
+        }
         let is_bound =
             |leg: &Leg| matches!(&leg.state, LegState::Laned(Bound { is_bound: true, .. }));
         if inbound.legs.iter().all(is_bound) {
             self.open(grant);
+        }
+    }
+
+    /// A leg of an open grant has another lane: the peer's plane is told.
+    fn rerouted(&mut self, grant: GrantId, leg: LegNumber) {
+        let inbound = self.grants.get_mut(&grant).expect("the caller has it");
+        let link = inbound.link;
+        let (bound, extents, reach) = inbound.laned(leg).expect("as above");
+        let lane = self.lanes.find(bound.lane).expect("a leg keeps its lane");
+        let device = self.rails[lane.rail].device();
+        self.failovers += 1;
+        info!(%grant, leg = leg.0, device, lane = lane.number.0, "a leg goes on");
+        let key = |index: &u16| reach.extents[usize::from(*index)].rkey;
+        let message = Message::Rerouted {
+            grant,
+            leg,
+            lane: lane.number,
+            keys: extents.iter().map(key).collect(),
+        };
+        // S7: as in `open`.
+        self.tell(link, message);
+    }
+
+    fn tell(&mut self, link: LinkId, message: Message) {
+        let peer = self.links.get(&link);
+        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
+            peer.tell(message);
         }
     }
 
@@ -320,16 +383,15 @@ impl Worker {
             let lane = self.lanes.find(*lane).expect("a leg keeps its lane");
             lanes.push(lane.number);
         }
+        let message = Message::Reach {
+            grant,
+            key: inbound.key,
+            lanes,
+            reach: inbound.reach.clone(),
+        };
+        let link = inbound.link;
         // S7: to the one peer that the grant is for, and each window opens to its lane alone.
-        let peer = self.links.get(&inbound.link);
-        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
-            peer.tell(Message::Reach {
-                grant,
-                key: inbound.key,
-                lanes,
-                reach: inbound.reach.clone(),
-            });
-        }
+        self.tell(link, message);
         self.outbox.post(Input::Armed { grant });
     }
 
@@ -413,16 +475,18 @@ impl Worker {
     /// Closes a grant that has lanes: each leg that is not drained is fenced.
     fn close_grant(&mut self, grant: GrantId, by: StoppedBy) {
         let inbound = self.grants.remove(&grant).expect("the caller has it");
+        self.wait_no_more(grant, inbound.link);
         let mut legs = Vec::with_capacity(inbound.legs.len());
         let mut idle = Vec::new();
         for leg in inbound.legs {
-            match leg.state {
+            legs.push(match leg.state {
                 LegState::Drained(lane, stopped) => {
                     idle.extend(lane);
-                    legs.push(stopped);
+                    stopped
                 }
-                LegState::Laned(bound) => legs.push(self.revoke_leg(bound.lane, bound.windows)),
-            }
+                LegState::Laned(bound) => self.revoke_leg(bound.lane, bound.windows),
+                LegState::Waiting { stopped, .. } => stopped,
+            });
         }
         let proof = Revoked::of_legs(grant, &legs);
         if by == StoppedBy::Drain {
@@ -434,19 +498,102 @@ impl Worker {
         }
     }
 
-    /// The lane of a leg is of no use any more.
+    /// The lane of a leg is of no use any more: it is destroyed, and the leg waits for another.
     pub(super) fn leg_broke(&mut self, grant: GrantId, leg: LegNumber) {
         let inbound = self
             .grants
             .get_mut(&grant)
             .expect("a busy lane has its grant");
-        match &mut inbound.legs[leg.index()].state {
+        let link = inbound.link;
+        let has_peer = |key| self.peers.contains_key(key);
+        let may_go_on =
+            inbound.failovers < FAILOVERS_MAX && self.links.get(&link).is_some_and(has_peer);
+        let (key, windows) = match &mut inbound.legs[leg.index()].state {
             LegState::Drained(lane, _) => {
                 if let Some(lane) = lane.take() {
                     self.destroy_lane(lane);
+                    self.tell(link, Message::LegDrained { grant, leg });
                 }
+                return;
             }
-            LegState::Laned(_) => self.revoke_grant(grant),
+            LegState::Waiting { .. } => return,
+            LegState::Laned(_) if !may_go_on => return self.revoke_grant(grant),
+            LegState::Laned(bound) => (bound.lane, std::mem::take(&mut bound.windows)),
+        };
+        inbound.failovers += 1;
+        let rail = self.lanes.find(key).expect("a leg keeps its lane").rail;
+        let device = self.rails[rail].device();
+        info!(%grant, leg = leg.0, device, "a leg has lost its lane");
+        // S1: the old keys and the old lane are gone before there are new ones.
+        let stopped = self.revoke_leg(key, windows);
+        let inbound = self.grants.get_mut(&grant).expect("it was there");
+        inbound.legs[leg.index()].state = LegState::Waiting {
+            stopped,
+            rail,
+            since: Instant::now(),
+        };
+        let peer_key = self.links[&link];
+        if let Some(peer) = self.peers.get_mut(&peer_key) {
+            // Before grants that have nothing to lose yet.
+            peer.waiting.push_front(Waiter::Leg(grant, leg));
+            self.serve_waiting(peer_key);
+        }
+    }
+
+    /// Gives a leg whose lane broke another, of a peer that has one idle.
+    pub(super) fn rebind(&mut self, peer: PeerKey, grant: GrantId, leg: LegNumber) {
+        let inbound = self.grants.get_mut(&grant).expect("who waits is there");
+        let LegState::Waiting { rail, .. } = inbound.legs[leg.index()].state else {
+            panic!("a leg that waits is waiting");
+        };
+        let Some(lane) = self.take_spare(peer, rail) else {
+            return;
+        };
+        match self.laned(grant, leg, lane) {
+            Ok(bound) => {
+                let inbound = self.grants.get_mut(&grant).expect("as above");
+                // What was proven of the old lane says nothing of this one: it is dropped.
+                inbound.legs[leg.index()].state = LegState::Laned(bound);
+                self.bind_leg(grant, leg);
+            }
+            Err(why) => {
+                error!(%grant, "{why}");
+                self.revoke_grant(grant);
+                self.lane_idle(lane);
+            }
+        }
+    }
+
+    /// Fences the grants with a leg that has waited too long for another lane.
+    pub(super) fn fence_late_legs(&mut self, now: Instant) {
+        let is_late = |leg: &Leg| match leg.state {
+            LegState::Waiting { since, .. } => now.duration_since(since) > LANE_WAIT,
+            LegState::Drained(..) | LegState::Laned(_) => false,
+        };
+        let grants = self.grants.iter();
+        let late = grants.filter(|(_, inbound)| inbound.legs.iter().any(is_late));
+        let late: Vec<_> = late.map(|(grant, _)| *grant).collect();
+        for grant in late {
+            info!(%grant, "no other lane for a leg: the grant is fenced");
+            self.fence(grant);
+        }
+    }
+
+    /// The peer says that a grant has no writer any more.
+    pub(super) fn given_up(&mut self, peer: PeerKey, grant: GrantId) {
+        let inbound = self.grants.get(&grant);
+        // S7: who has no part in a grant does not end it.
+        if inbound.is_some_and(|inbound| self.links.get(&inbound.link) == Some(&peer)) {
+            self.fence(grant);
+        }
+    }
+
+    fn wait_no_more(&mut self, grant: GrantId, link: LinkId) {
+        let peer = self.links.get(&link);
+        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
+            peer.waiting.retain(|waiter| match waiter {
+                Waiter::Grant(other) | Waiter::Leg(other, _) => *other != grant,
+            });
         }
     }
 
@@ -470,10 +617,7 @@ impl Worker {
             return;
         };
         assert!(inbound.legs.is_empty(), "the caller has seen that it waits");
-        let peer = self.links.get(&inbound.link).copied();
-        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(&key)) {
-            peer.waiting.retain(|other| *other != grant);
-        }
+        self.wait_no_more(grant, inbound.link);
         self.tell_never_armed(grant);
     }
 
@@ -485,13 +629,8 @@ impl Worker {
     }
 
     fn tell_closed(&mut self, grant: GrantId, link: LinkId, by: StoppedBy, proof: Revoked) {
-        let peer = self
-            .links
-            .get(&link)
-            .and_then(|key| self.peers.get_mut(key));
-        if let Some(peer) = peer {
-            peer.tell(Message::Closed { grant });
-        }
+        let is_drained = by == StoppedBy::Drain;
+        self.tell(link, Message::Closed { grant, is_drained });
         let stopped = GrantStopped::by_hardware(grant, by, proof);
         self.outbox.post(Input::WritesStopped(stopped));
     }
@@ -577,6 +716,13 @@ fn next_window(
         }
     }
 }
+
+/// Lanes that one grant may lose before it is fenced: a fault that each lane meets anew is not the
+/// lanes'.
+const FAILOVERS_MAX: u32 = 8;
+
+/// How long a leg waits for another lane. One that is offered anew takes a few round trips.
+const LANE_WAIT: Duration = Duration::from_secs(2);
 
 /// Binds that complete together.
 const BIND_GROUP: usize = 32;

@@ -16,6 +16,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Instant;
 
 use fabric_proto::ids::{GrantId, TransferId};
 use rustls::crypto::ring::default_provider;
@@ -89,6 +90,8 @@ pub(super) struct Lane {
     pub(super) place: usize,
     pub(super) number: LaneNumber,
     pub(super) side: Side,
+    /// At the destination: since when it is known to carry messages.
+    pub(super) probed_at: Option<Instant>,
     /// At the source: who gets the lane when the drain of who has it is acknowledged.
     pub(super) next: Option<LegOfWriter>,
     /// The number of our first packet.
@@ -179,6 +182,7 @@ impl Lane {
             place: 0,
             number,
             side,
+            probed_at: None,
             next: None,
             first,
             groups: VecDeque::with_capacity(SENDS_MAX as usize),
@@ -389,10 +393,20 @@ impl Lanes {
     }
 
     pub(super) fn of_peer(&self, peer: PeerKey) -> Vec<LaneKey> {
+        self.keys(|lane| lane.peer == peer)
+    }
+
+    /// Those through one of our ports.
+    pub(super) fn of_rail(&self, rail: usize) -> Vec<LaneKey> {
+        self.keys(|lane| lane.rail == rail)
+    }
+
+    /// Those that are as the caller says.
+    pub(super) fn keys(&self, is_wanted: impl Fn(&Lane) -> bool) -> Vec<LaneKey> {
         let keys = (0..).zip(&self.slots).filter_map(|(index, slot)| {
             let generation = slot.generation;
             let lane = slot.lane.as_ref()?;
-            (lane.peer == peer).then_some(LaneKey { index, generation })
+            is_wanted(lane).then_some(LaneKey { index, generation })
         });
         keys.collect()
     }

@@ -9,6 +9,9 @@
 //!     └── reach: lane, keys ◀── stream on the link ── Worker   the fence destroys the lane
 //! ```
 //!
+//! A grant is written through several lanes where there are several ports, one leg each (striping),
+//! and a leg whose lane breaks goes on through another (failover): see `inbound`.
+//!
 //! - [`ffi`]: the verbs API with safe owners.
 //! - `rails`: ports; `lanes`: queue pairs; `extents`: which memory a grant is.
 //! - `inbound` and `outbound`: a grant at its destination, a writer at its source.
@@ -154,7 +157,9 @@ impl VerbsPlane {
             due_offers: Vec::new(),
             say_landed_at: None,
             looked_for_late: Instant::now(),
+            looked_for_events: Instant::now(),
             refused: 0,
+            failovers: 0,
         };
         let thread = thread::Builder::new()
             .name("verbs".into())
@@ -195,6 +200,13 @@ impl VerbsPlane {
     pub fn peers_refused(&self) -> u64 {
         // Relaxed: a statistic.
         self.counts.refused.load(Ordering::Relaxed)
+    }
+
+    /// Times that a part of a grant here lost its lane and went on through another.
+    #[must_use]
+    pub fn failovers(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.counts.failovers.load(Ordering::Relaxed)
     }
 
     /// Queue pairs, memory regions and memory windows that there are.

@@ -6,6 +6,9 @@
 //!                      └── stop, too late ──┴────────────┴── fault, link down ─▶ failed
 //! ```
 //!
+//! A leg whose lane breaks waits for the peer to name another (failover, see `inbound`), and then
+//! posts again what was not acknowledged.
+//!
 //! A writer has the legs that its grant has. What it is to write is cut into pieces, each of one
 //! write, which wait with their leg: so a slow lane does not hold up the others before its leg has
 //! [`PIECES_MAX`] of them.
@@ -18,11 +21,11 @@ use fabric_proto::ids::{GrantId, LinkId, Secret, TransferId};
 use fabric_proto::pool::PageRun;
 use tracing::{debug, info};
 
-use super::codec::{LaneNumber, LegNumber};
+use super::codec::{LaneNumber, LegNumber, Message};
 use super::extents::Reach;
-use super::ffi::{Local, MemoryRegion, Remote, SendChain, Signal};
+use super::ffi::{Local, MemoryRegion, RKey, Remote, SendChain, Signal};
 use super::lanes::{Kind, Lane, LaneKey, LegOfWriter, SENDS_MAX, Side};
-use super::peers::{Granted, Reached};
+use super::peers::{Granted, PeerKey, Reached};
 use super::worker::Worker;
 use super::{DRAIN, PROGRESS};
 use crate::plane::source::Source;
@@ -37,6 +40,8 @@ pub(super) struct Writer {
     /// Bytes of the first run that were posted.
     offset: u64,
     end: Option<End>,
+    /// The peer has said that its grant is closed, and that every leg was drained.
+    is_drained_there: bool,
     route: Option<Route>,
     /// Bytes posted in all, and how many of them are not acknowledged.
     posted: u64,
@@ -77,6 +82,8 @@ enum Way {
     Given(LaneNumber),
     /// It has it.
     Laned(LaneKey, Arc<MemoryRegion>),
+    /// It had one that broke, at that time. The peer is to name another.
+    Lost(Instant),
     /// It needs none: its drain is acknowledged.
     Over,
 }
@@ -185,6 +192,7 @@ impl Worker {
             runs: VecDeque::new(),
             offset: 0,
             end: None,
+            is_drained_there: false,
             route: None,
             posted: 0,
             outstanding: 0,
@@ -254,6 +262,14 @@ impl Worker {
         Ok(())
     }
 
+    /// A lane that a leg waits for is free, or gone.
+    pub(super) fn give_lane(&mut self, leg: LegOfWriter) {
+        match self.take_lane(leg) {
+            Ok(()) => self.pump(leg.0),
+            Err(why) => self.fail_writer(leg.0, &why),
+        }
+    }
+
     /// Gives a leg the lane that the peer has named for it, as soon as it is free.
     fn take_lane(&mut self, (transfer, leg): LegOfWriter) -> Result<(), String> {
         let Some(writer) = self.writers.get_mut(&transfer) else {
@@ -273,7 +289,11 @@ impl Worker {
         };
         let key = peer.theirs.get(&number).copied();
         let lane = key.and_then(|key| Some((key, self.lanes.find(key)?)));
-        let (key, lane) = lane.ok_or("its lane is gone")?;
+        let Some((key, lane)) = lane else {
+            // The peer has heard of that, or will.
+            found.way = Way::Lost(Instant::now());
+            return Ok(());
+        };
         match (lane.side, lane.next) {
             (Side::Source(None), _) => {
                 let rail = &mut self.rails[lane.rail];
@@ -417,11 +437,126 @@ impl Worker {
         self.leg_over(transfer, number);
         // The peer knew of the drain before us, and may have used the lane for another grant.
         if let Some(next) = next {
-            match self.take_lane(next) {
-                Ok(()) => self.pump(next.0),
-                Err(why) => self.fail_writer(next.0, &why),
-            }
+            self.give_lane(next);
         }
+    }
+
+    /// A leg's lane is destroyed. What it had not acknowledged may have landed or not.
+    pub(super) fn leg_lost(&mut self, (transfer, number): LegOfWriter) {
+        let Some(writer) = self.writers.get_mut(&transfer) else {
+            return;
+        };
+        let is_stopped = writer.end == Some(End::Stop);
+        let Some(leg) = writer.leg(number) else {
+            return;
+        };
+        let posted = leg.pieces.range(..leg.posted);
+        let bytes: u64 = posted.map(|piece| u64::from(piece.bytes)).sum();
+        leg.posted = 0;
+        leg.way = Way::Lost(Instant::now());
+        if is_stopped {
+            leg.pieces.clear();
+        }
+        // S8: nothing of it is on its way any more.
+        writer.outstanding -= bytes;
+        if writer.is_drained_there {
+            self.leg_landed((transfer, number));
+        }
+    }
+
+    /// The peer says of a leg whose lane broke that it was drained before.
+    fn leg_landed(&mut self, (transfer, number): LegOfWriter) {
+        let Some(writer) = self.writers.get_mut(&transfer) else {
+            return;
+        };
+        let Some(leg) = writer.leg(number) else {
+            return;
+        };
+        if !matches!(leg.way, Way::Lost(_)) {
+            return;
+        }
+        if !leg.drain_posted {
+            return self.fail_writer(transfer, "the peer closed a leg that was not drained");
+        }
+        let pieces = std::mem::take(&mut leg.pieces);
+        let bytes = pieces.iter().map(|piece| u64::from(piece.bytes)).sum();
+        if bytes > 0 {
+            writer.source.written(bytes);
+        }
+        self.leg_over(transfer, number);
+    }
+
+    /// The peer says that its grant is closed.
+    pub(super) fn closed_there(&mut self, key: PeerKey, grant: GrantId, is_drained: bool) {
+        let Some(peer) = self.peers.get_mut(&key) else {
+            return;
+        };
+        peer.reaches.remove(&grant);
+        let Some(transfer) = peer.taken.remove(&grant) else {
+            return;
+        };
+        let Some(writer) = self.writers.get_mut(&transfer) else {
+            return;
+        };
+        if writer.source.grant() != grant {
+            return;
+        }
+        if !is_drained {
+            return self.fail_writer(transfer, "the peer has closed the grant");
+        }
+        writer.is_drained_there = true;
+        let legs = writer.route.as_ref().map_or(0, |route| route.legs.len());
+        for number in (0..).map(LegNumber).take(legs) {
+            self.leg_landed((transfer, number));
+        }
+    }
+
+    /// The peer says of a leg that it was drained before its lane broke.
+    pub(super) fn leg_drained_there(&mut self, key: PeerKey, grant: GrantId, leg: LegNumber) {
+        let peer = self.peers.get(&key);
+        let Some(transfer) = peer.and_then(|peer| peer.taken.get(&grant).copied()) else {
+            return;
+        };
+        let writer = self.writers.get(&transfer);
+        if writer.is_some_and(|writer| writer.source.grant() == grant) {
+            self.leg_landed((transfer, leg));
+        }
+    }
+
+    /// The peer has found another lane for a leg that lost its own, and other keys; whether that
+    /// can be.
+    pub(super) fn reroute(
+        &mut self,
+        key: PeerKey,
+        (transfer, number): LegOfWriter,
+        grant: GrantId,
+        (lane, keys): (LaneNumber, &[RKey]),
+    ) -> bool {
+        let writer = self.writers.get_mut(&transfer);
+        let Some(writer) = writer.filter(|writer| writer.source.grant() == grant) else {
+            // It is over, or has failed: the peer need not wait for it.
+            let message = Message::GivenUp { grant };
+            self.peers.entry(key).and_modify(|peer| peer.tell(message));
+            return true;
+        };
+        let Some(Route { reach, legs }) = &mut writer.route else {
+            return false;
+        };
+        let Some(leg) = legs.get_mut(number.index()) else {
+            return false;
+        };
+        // Over: the drain was acknowledged, but its lane was destroyed before the peer saw it.
+        let has_none = matches!(leg.way, Way::Lost(_) | Way::Over);
+        if !has_none || !reach.rekey(number, keys) {
+            return false;
+        }
+        let writes = leg.pieces.len();
+        info!(%transfer, %grant, leg = number.0, lane = lane.0, writes, "a leg goes on");
+        leg.way = Way::Given(lane);
+        leg.drained = 0;
+        leg.drain_posted = false;
+        self.give_lane((transfer, number));
+        true
     }
 
     /// A leg needs its lane no more.
@@ -453,6 +588,10 @@ impl Worker {
     fn end_writer(&mut self, writer: Writer, failed: Option<&str>) {
         let transfer = writer.source.transfer();
         self.awaiting.retain(|_, other| *other != transfer);
+        if writer.route.is_some() {
+            // Before its lanes go, so that the peer looks for no others.
+            self.give_up(writer.source.grant(), writer.link);
+        }
         for leg in writer.route.iter().flat_map(|route| &route.legs) {
             match leg.way {
                 Way::Given(number) => self.give_up_lane(writer.link, number, transfer),
@@ -462,7 +601,7 @@ impl Worker {
                     }
                     self.lane_broke(lane, "its writer has failed");
                 }
-                Way::Over => {}
+                Way::Lost(_) | Way::Over => {}
             }
         }
         match failed {
@@ -471,6 +610,13 @@ impl Worker {
                 writer.source.fail();
             }
             None => drop(writer),
+        }
+    }
+
+    fn give_up(&mut self, grant: GrantId, link: LinkId) {
+        let peer = self.links.get(&link);
+        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
+            peer.tell(Message::GivenUp { grant });
         }
     }
 
@@ -495,7 +641,7 @@ impl Worker {
         }
     }
 
-    /// Fails the writers that have waited too long for their keys.
+    /// Fails the writers that have waited too long for their keys, or for another lane.
     pub(super) fn fail_late_writers(&mut self, now: Instant) {
         let is_late = |writer: &Writer| now.duration_since(writer.opened) > REACH_WAIT;
         let late = self.awaiting.values().copied();
@@ -504,6 +650,18 @@ impl Worker {
             .collect();
         for transfer in late {
             self.fail_writer(transfer, "the peer does not say where to write");
+        }
+        let is_late = |leg: &Leg| match leg.way {
+            Way::Lost(since) => now.duration_since(since) > REROUTE_WAIT,
+            Way::Given(_) | Way::Laned(..) | Way::Over => false,
+        };
+        let late = self.writers.iter().filter(|(_, writer)| {
+            let mut legs = writer.route.iter().flat_map(|route| &route.legs);
+            legs.any(is_late)
+        });
+        let late: Vec<_> = late.map(|(transfer, _)| *transfer).collect();
+        for transfer in late {
+            self.fail_writer(transfer, "the peer names no other lane for a leg");
         }
     }
 }
@@ -624,6 +782,9 @@ const WRITE_BYTES_MAX: u64 = 1 << 20;
 
 /// How often the destination hears that we are alive.
 const PROGRESS_EVERY: Duration = Duration::from_millis(50);
+
+/// How long a leg waits for another lane: longer than the peer may look for one.
+const REROUTE_WAIT: Duration = Duration::from_secs(5);
 
 /// How long a writer waits for its keys, which are said before the machine's own message.
 const REACH_WAIT: Duration = Duration::from_secs(5);

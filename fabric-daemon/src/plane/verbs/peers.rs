@@ -8,9 +8,10 @@ use fabric_proto::ids::{GrantId, LinkId, Secret, TransferId};
 use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, info, warn};
 
-use super::codec::{LaneNumber, LaneOffer, Message, RailAddress};
+use super::codec::{LaneNumber, LaneOffer, LegNumber, Message, RailAddress};
 use super::extents::Reach;
-use super::ffi::{Route, Signal, VerbsError};
+use super::ffi::{RKey, Route, Signal, VerbsError};
+use super::inbound::Waiter;
 use super::lanes::{Kind, Lane, LaneKey, RECEIVES, Side, State};
 use super::worker::{Order, Worker};
 
@@ -36,12 +37,12 @@ pub(super) struct Peer {
     idle: VecDeque<LaneKey>,
     /// Which of our ports the next grant's first leg is to go through, if it can.
     turn: usize,
-    /// Grants that wait for one.
-    pub(super) waiting: VecDeque<GrantId>,
+    /// Who waits for one.
+    pub(super) waiting: VecDeque<Waiter>,
     /// What the peer has granted us, until the writer takes it.
-    reaches: BTreeMap<GrantId, Granted>,
+    pub(super) reaches: BTreeMap<GrantId, Granted>,
     /// Grants whose writer has taken it, and for which transfer.
-    taken: BTreeMap<GrantId, TransferId>,
+    pub(super) taken: BTreeMap<GrantId, TransferId>,
 }
 
 /// A lane through one of our ports, whichever queue pair it is just now.
@@ -50,7 +51,7 @@ struct Place {
     rail: usize,
     /// The peer's port that it is meant for. Where that does not answer it tries the others.
     their_rail: usize,
-    /// How often it has come to nothing since it last carried a grant.
+    /// How often in a row a lane of it has come to nothing.
     failures: u32,
 }
 
@@ -167,8 +168,10 @@ impl Worker {
         let Some(peer) = self.peers.remove(&key) else {
             return;
         };
-        for grant in peer.waiting {
-            self.never_arm(grant);
+        for waiter in peer.waiting {
+            match waiter {
+                Waiter::Grant(grant) | Waiter::Leg(grant, _) => self.fence(grant),
+            }
         }
         for lane in self.lanes.of_peer(key) {
             self.lane_broke(lane, "the link is down");
@@ -214,19 +217,29 @@ impl Worker {
                 lanes,
                 reach,
             } => {
-                let key_of_writer = secret;
                 let granted = Granted {
-                    key: key_of_writer,
+                    key: secret,
                     lanes,
                     reach,
                 };
                 self.reach_said(key, grant, granted)
             }
-            Message::Closed { grant } => {
-                if let Some(peer) = self.peers.get_mut(&key) {
-                    peer.reaches.remove(&grant);
-                    peer.taken.remove(&grant);
-                }
+            Message::Closed { grant, is_drained } => {
+                self.closed_there(key, grant, is_drained);
+                Ok(())
+            }
+            Message::GivenUp { grant } => {
+                self.given_up(key, grant);
+                Ok(())
+            }
+            Message::Rerouted {
+                grant,
+                leg,
+                lane,
+                keys,
+            } => self.reroute_said(key, grant, (leg, lane, keys)),
+            Message::LegDrained { grant, leg } => {
+                self.leg_drained_there(key, grant, leg);
                 Ok(())
             }
             Message::Rails(_) => Err(PeerError::OutOfPlace),
@@ -295,6 +308,18 @@ impl Worker {
         *failures = failures.saturating_add(1);
         self.due_offers.push((Instant::now() + pause, key, place));
         self.decide(key, place, false);
+    }
+
+    /// A port of ours can be used again: its lanes are offered at once.
+    pub(super) fn rail_up(&mut self, rail: usize) {
+        for (due, key, place) in &mut self.due_offers {
+            let peer = self.peers.get_mut(key);
+            let place = peer.and_then(|peer| peer.places.get_mut(*place));
+            if let Some(place) = place.filter(|place| place.rail == rail) {
+                place.failures = 0;
+                *due = Instant::now();
+            }
+        }
     }
 
     /// It is known of a place whether its first lane carries messages.
@@ -449,6 +474,7 @@ impl Worker {
         if found.side != Side::Destination(State::Probing) {
             return;
         }
+        found.probed_at = Some(Instant::now());
         let (peer, place) = (found.peer, found.place);
         self.lane_idle(lane);
         self.decide(peer, place, true);
@@ -475,9 +501,12 @@ impl Worker {
     pub(super) fn serve_waiting(&mut self, key: PeerKey) {
         while let Some(peer) = self.peers.get_mut(&key)
             && !peer.idle.is_empty()
-            && let Some(grant) = peer.waiting.pop_front()
+            && let Some(waiter) = peer.waiting.pop_front()
         {
-            self.bind(key, grant);
+            match waiter {
+                Waiter::Grant(grant) => self.bind(key, grant),
+                Waiter::Leg(grant, leg) => self.rebind(key, grant, leg),
+            }
         }
     }
 
@@ -529,6 +558,17 @@ impl Worker {
             }
         }
         taken
+    }
+
+    /// Takes an idle lane of a peer, through another port of ours than `rail` if there is one.
+    pub(super) fn take_spare(&mut self, key: PeerKey, rail: usize) -> Option<LaneKey> {
+        let idle = &mut self.peers.get_mut(&key)?.idle;
+        let is_other = |lane: &LaneKey| {
+            let found = self.lanes.find(*lane);
+            found.expect("an idle lane is there").rail != rail
+        };
+        let index = idle.iter().position(is_other).unwrap_or(0);
+        idle.remove(index)
     }
 
     /// Says whether a lane of ours can be used, once.
@@ -606,9 +646,16 @@ impl Worker {
             }
             Side::Source(user) => {
                 let next = lane.next;
+                if let Some((transfer, leg)) = user {
+                    let device = self.rails[lane.rail].device();
+                    info!(%transfer, leg = leg.0, device, "a leg has lost its lane: {why}");
+                }
                 self.destroy_lane(key);
-                for (transfer, _) in user.into_iter().chain(next) {
-                    self.fail_writer(transfer, why);
+                if let Some(user) = user {
+                    self.leg_lost(user);
+                }
+                if let Some(next) = next {
+                    self.give_lane(next);
                 }
             }
         }
@@ -639,7 +686,10 @@ impl Worker {
         }
         peer.ours.remove(&number);
         peer.idle.retain(|other| *other != key);
-        if matches!(lane.side, Side::Destination(State::Busy(..))) {
+        let has_lasted = |since: Instant| since.elapsed() > OFFER_PAUSE_MAX;
+        if matches!(lane.side, Side::Destination(State::Busy(..)))
+            || lane.probed_at.is_some_and(has_lasted)
+        {
             peer.places[lane.place].failures = 0;
         }
         self.place_failed(peer_key, lane.place);
@@ -663,6 +713,27 @@ impl Worker {
         Ok(())
     }
 
+    /// The peer has found another lane for a leg of its grant.
+    fn reroute_said(
+        &mut self,
+        key: PeerKey,
+        grant: GrantId,
+        (leg, lane, keys): (LegNumber, LaneNumber, Vec<RKey>),
+    ) -> Result<(), PeerError> {
+        let peer = self.peers.get_mut(&key).ok_or(PeerError::OutOfPlace)?;
+        if let Some(transfer) = peer.taken.get(&grant).copied() {
+            let can_be = self.reroute(key, (transfer, leg), grant, (lane, &keys));
+            return can_be.then_some(()).ok_or(PeerError::Grant(grant));
+        }
+        // No writer has taken it yet.
+        let granted = peer.reaches.get_mut(&grant);
+        let granted = granted.ok_or(PeerError::Grant(grant))?;
+        let place = granted.lanes.get_mut(leg.index());
+        *place.ok_or(PeerError::Grant(grant))? = lane;
+        let can_be = granted.reach.rekey(leg, &keys);
+        can_be.then_some(()).ok_or(PeerError::Grant(grant))
+    }
+
     fn route(&self, rail: usize, peer: RailAddress, theirs: (u32, u32), our_first: u32) -> Route {
         let rail = &self.rails[rail];
         Route {
@@ -679,8 +750,8 @@ impl Worker {
     }
 }
 
-/// How long after a lane came to nothing the next one is offered: each time twice as long. A lane
-/// that carried a grant is replaced at once, as a fence takes one.
+/// How long after a lane came to nothing the next one is offered: each time twice as long. One that
+/// carried a grant, or was there for a while, is replaced at once: a fence takes a lane.
 fn offer_pause(failures: u32) -> Duration {
     let pause = OFFER_PAUSE.saturating_mul(2_u32.saturating_pow(failures));
     pause.min(OFFER_PAUSE_MAX)
@@ -713,7 +784,7 @@ fn next_port(theirs: &[RailAddress], meant: usize, failures: u32) -> usize {
 /// What a peer's plane did that it must not.
 #[derive(Debug, thiserror::Error)]
 enum PeerError {
-    #[error("grant {0} was said before, or there are too many")]
+    #[error("grant {0} was said before, or is not one, or there are too many")]
     Grant(GrantId),
     #[error("lane {} is not one that can be", .0.0)]
     Lane(LaneNumber),

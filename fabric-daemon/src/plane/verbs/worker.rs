@@ -21,13 +21,15 @@ use fabric_proto::ids::{GrantId, LinkId, PoolId, TransferId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
-use tracing::{debug, error, warn};
+use tracing::{debug, error, info, warn};
 
 use super::VerbsSettings;
 use super::codec::{Message, RailAddress};
-use super::ffi::{AsyncEvent, Completions, Opcode, SendChain, VerbsError, WorkCompletion};
+use super::ffi::{AsyncEvent, Completions, Context, Opcode, SendChain, VerbsError, WorkCompletion};
 use super::inbound::{Inbound, Received};
 use super::lanes::{Kind, Lane, LaneKey, Lanes};
+#[cfg(test)]
+use super::lanes::{Side, State};
 use super::outbound::Writer;
 use super::peers::{Peer, PeerKey};
 use super::rails::Rail;
@@ -75,6 +77,11 @@ pub(super) enum Order {
     Command(PlaneCommand),
     LinkDown(LinkId),
     PoolGone(PoolId),
+    /// One of the lanes that carry something breaks.
+    #[cfg(test)]
+    Break {
+        turn: usize,
+    },
     /// The end.
     Stop,
 }
@@ -121,6 +128,8 @@ pub(super) struct Counts {
     pub(super) windows: AtomicU64,
     /// Peers that were cut off, and writers that were refused.
     pub(super) refused: AtomicU64,
+    /// Legs of grants here that went on through another lane.
+    pub(super) failovers: AtomicU64,
 }
 
 /// All that the thread owns.
@@ -153,7 +162,10 @@ pub(super) struct Worker {
     /// Since when some grant's sign of life waits to be told.
     pub(super) say_landed_at: Option<Instant>,
     pub(super) looked_for_late: Instant,
+    pub(super) looked_for_events: Instant,
     pub(super) refused: u64,
+    /// Legs that got another lane in place of one that broke.
+    pub(super) failovers: u64,
 }
 
 impl Worker {
@@ -213,7 +225,25 @@ impl Worker {
             }
             Order::PoolGone(pool) => self.rails.iter_mut().for_each(|rail| rail.forget(pool)),
             Order::Command(command) => self.command(command),
+            #[cfg(test)]
+            Order::Break { turn } => self.break_lane(turn),
             Order::Stop => {}
+        }
+    }
+
+    /// Does to a lane what a fault of its device does.
+    #[cfg(test)]
+    fn break_lane(&mut self, turn: usize) {
+        let carrying = self.lanes.keys(|lane| {
+            matches!(
+                lane.side,
+                Side::Destination(State::Busy(..)) | Side::Source(Some(_))
+            )
+        });
+        if let Some(key) = carrying.get(turn % carrying.len().max(1))
+            && let Some(lane) = self.lanes.find(*key)
+        {
+            lane.queue_pair.stop().unwrap();
         }
     }
 
@@ -325,9 +355,13 @@ impl Worker {
             let (_, peer, place) = self.due_offers.swap_remove(index);
             self.offer_lane(peer, place);
         }
+        if now.duration_since(self.looked_for_events) >= EVENTS_EVERY {
+            self.look_for_events(now);
+        }
         if now.duration_since(self.looked_for_late) >= LATE_EVERY {
             self.looked_for_late = now;
             self.fail_late_writers(now);
+            self.fence_late_legs(now);
             self.publish();
         }
     }
@@ -374,33 +408,81 @@ impl Worker {
         if let Err(error) = poll(&mut fds, Some(&timeout)) {
             debug!("wait for the verbs devices: {error}");
         }
-        let devices = fds.split_off(1 + self.rails.len());
-        let ready: Vec<usize> = (0..)
-            .zip(&devices)
-            .filter(|(_, fd)| fd.revents().contains(PollFlags::IN))
-            .map(|(rail, _)| rail)
-            .collect();
-        drop(devices);
         drop(fds);
         let mut count = [0; 8];
         // EAGAIN: something else woke us.
         let _none = rustix::io::read(&self.inbox.wake, &mut count);
-        for rail in ready {
-            self.device_event(rail);
+        self.look_for_events(Instant::now());
+    }
+
+    /// Takes in what happened to the devices.
+    fn look_for_events(&mut self, now: Instant) {
+        self.looked_for_events = now;
+        for rail in 0..self.rails.len() {
+            let context = Arc::clone(self.rails[rail].domain.context());
+            let is_same = |other: &Rail| Arc::ptr_eq(other.domain.context(), &context);
+            // Ports of one device have their events in common.
+            if self.rails[..rail].iter().any(is_same) {
+                continue;
+            }
+            let at_once = Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            let mut fds = [PollFd::from_borrowed_fd(context.events_fd(), PollFlags::IN)];
+            // One at a time: there is another turn soon.
+            if poll(&mut fds, Some(&at_once)).is_ok_and(|ready| ready > 0) {
+                match context.next_event() {
+                    Ok(event) => self.device_event(&context, event),
+                    Err(error) => debug!(device = context.name(), "{error}"),
+                }
+            }
         }
     }
 
-    fn device_event(&mut self, rail: usize) {
-        let rail = &self.rails[rail];
-        let device = rail.device();
-        match rail.domain.context().next_event() {
-            Ok(AsyncEvent::PortActive) => tracing::info!(device, "the port is up"),
-            // Lanes through it break by themselves when they carry something.
-            Ok(AsyncEvent::PortDown) => warn!(device, "the port is down"),
-            Ok(AsyncEvent::DeviceFatal) => error!(device, "the device is lost"),
-            Ok(AsyncEvent::Other(kind)) => debug!(device, kind, "a device's event"),
-            Err(error) => debug!(device, "{error}"),
+    fn device_event(&mut self, context: &Arc<Context>, event: AsyncEvent) {
+        let device = context.name();
+        match event {
+            AsyncEvent::PortActive(port) => {
+                info!(device, port, "the port is up");
+                for rail in self.rails_of(context, Some(port)) {
+                    self.rail_up(rail);
+                }
+            }
+            AsyncEvent::PortDown(port) => {
+                warn!(device, port, "the port is down");
+                self.break_lanes(context, Some(port), "the port is down");
+            }
+            AsyncEvent::DeviceFatal => {
+                error!(device, "the device is lost");
+                self.break_lanes(context, None, "the device is lost");
+            }
+            AsyncEvent::Other(kind) => debug!(device, kind, "a device's event"),
         }
+    }
+
+    /// Breaks the lanes of a device, or of one of its ports: at once, where their own retries would
+    /// take seconds.
+    fn break_lanes(&mut self, context: &Arc<Context>, port: Option<u8>, why: &str) {
+        // What has arrived has arrived: a drain is not to be waited for again.
+        self.poll();
+        for rail in self.rails_of(context, port) {
+            for lane in self.lanes.of_rail(rail) {
+                self.lane_broke(lane, why);
+            }
+        }
+    }
+
+    /// A device's, or one of them by its port.
+    fn rails_of(&self, context: &Arc<Context>, port: Option<u8>) -> Vec<usize> {
+        let is_meant = |rail: &Rail| {
+            Arc::ptr_eq(rail.domain.context(), context) && port.is_none_or(|port| port == rail.port)
+        };
+        let rails = self.rails.iter().enumerate();
+        rails
+            .filter(|(_, rail)| is_meant(rail))
+            .map(|(index, _)| index)
+            .collect()
     }
 
     fn cut_off_the_deaf(&mut self) {
@@ -431,6 +513,7 @@ impl Worker {
         counts.regions.store(regions, Ordering::Relaxed);
         counts.windows.store(windows, Ordering::Relaxed);
         counts.refused.store(self.refused, Ordering::Relaxed);
+        counts.failovers.store(self.failovers, Ordering::Relaxed);
     }
 
     /// Ends every peer: grants are fenced and writers fail, with proof.
@@ -463,5 +546,8 @@ const LANDED_EVERY: Duration = Duration::from_millis(50);
 
 /// How often to look for writers that have waited too long.
 const LATE_EVERY: Duration = Duration::from_secs(1);
+
+/// How often to look for what happened to devices, while there is something else to do.
+const EVENTS_EVERY: Duration = Duration::from_millis(10);
 
 const SLEEP_MAX: Duration = Duration::from_secs(1);

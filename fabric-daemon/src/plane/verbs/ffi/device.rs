@@ -80,10 +80,10 @@ pub(crate) enum GidKind {
 pub(crate) enum AsyncEvent {
     /// The device is lost.
     DeviceFatal,
-    /// A port can be used again.
-    PortActive,
-    /// A port can not be used.
-    PortDown,
+    /// This port can be used again.
+    PortActive(u8),
+    /// This port can not be used.
+    PortDown(u8),
     /// Anything else; M: the numbers of ibv_get_async_event(3).
     Other(u32),
 }
@@ -176,13 +176,16 @@ impl Context {
     /// Takes the next event. Waits for one: see [`Context::events_fd`].
     pub(crate) fn next_event(&self) -> Result<AsyncEvent, VerbsError> {
         // Not the binding's own type: that has an enum, which must not hold a number it lacks.
-        #[repr(C)]
+        // The element is a union of pointers and of a port's number, an `int`.
+        #[repr(C, align(8))]
         struct RawEvent {
-            element: u64,
+            port: i32,
+            rest: i32,
             kind: u32,
         }
         let mut event = RawEvent {
-            element: 0,
+            port: 0,
+            rest: 0,
             kind: 0,
         };
         let raw = (&raw mut event).cast::<sys::ibv_async_event>();
@@ -191,10 +194,12 @@ impl Context {
         check("ibv_get_async_event", code)?;
         // SAFETY: the event was just taken, and its object, if any, is not looked at.
         unsafe { sys::ibv_ack_async_event(raw) };
+        // M: libibverbs counts ports from 1, in 8 bits.
+        let port = u8::try_from(event.port).unwrap_or(0);
         Ok(match event.kind {
             8 => AsyncEvent::DeviceFatal,
-            9 => AsyncEvent::PortActive,
-            10 => AsyncEvent::PortDown,
+            9 => AsyncEvent::PortActive(port),
+            10 => AsyncEvent::PortDown(port),
             other => AsyncEvent::Other(other),
         })
     }
