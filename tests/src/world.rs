@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use fabric_daemon::store::Store;
 
 use crate::child::LineChild;
-use crate::cluster::{Cluster, NodeOptions};
+use crate::cluster::{Cluster, Metrics, NodeOptions};
 use crate::host::Host;
 use crate::light::adds_up;
 use crate::programs::{Programs, own_binary};
@@ -44,8 +44,12 @@ pub struct Terms {
     pub plane: &'static str,
     /// Of each node.
     pub hosts: [Host; 2],
+    /// Further configuration of both nodes.
+    pub settings: &'static str,
     /// How long a survivor may take to hear of the outcome.
     pub outcome_limit: Duration,
+    /// Faults come so soon after a transfer's begin: about as long as one takes.
+    pub strike_within: Duration,
 }
 
 impl Terms {
@@ -55,7 +59,11 @@ impl Terms {
         Self {
             plane,
             hosts: [Host::here(); 2],
+            // A fault may come before the source reaches the destination: then the offer's time is
+            // the bound, and it is less than the limit as well.
+            settings: "[transfer]\noffer_ttl_ms = 3000",
             outcome_limit: Duration::from_secs(5),
+            strike_within: Duration::from_millis(70),
         }
     }
 
@@ -63,7 +71,9 @@ impl Terms {
     #[must_use]
     pub fn emulated(self) -> Self {
         Self {
+            settings: "[transfer]\noffer_ttl_ms = 10000\ndrain_ms = 10000",
             outcome_limit: Duration::from_secs(30),
+            strike_within: Duration::from_millis(400),
             ..self
         }
     }
@@ -88,12 +98,10 @@ impl World {
     pub async fn start(terms: Terms) -> Result<Self> {
         let mut nodes = Vec::new();
         for (name, host) in ["prefill", "decode"].into_iter().zip(terms.hosts) {
-            // A fault may come before the source reaches the destination: then the offer's time is
-            // the bound, and it is less than the limit as well.
             let node = NodeOptions::new(name)
                 .plane(terms.plane)
                 .on(host)
-                .settings("[transfer]\noffer_ttl_ms = 3000");
+                .settings(terms.settings);
             let has_proxy = terms.hosts == [Host::here(); 2];
             nodes.push(if has_proxy { node.proxied() } else { node });
         }
@@ -216,8 +224,24 @@ impl World {
 
     /// One transfer, with a fault at a random moment; what both sides heard.
     async fn round(&mut self, fault: Fault, random: &mut Random) -> Result<String> {
-        let seed = self.begin(random.below(4)).await?;
-        tokio::time::sleep(Duration::from_micros(random.below(70_000))).await;
+        let seed = match fault {
+            // Too dear a fault to miss the writes with.
+            Fault::PowerOff(_) => {
+                let seed = self.begin(20).await?;
+                let granted = "fabric_pool_slots{state=\"granted\"}";
+                let what = "slots are granted";
+                let is_granted = |metrics: &Metrics| metrics.value(granted) > 0.0;
+                self.cluster.until(DESTINATION, what, is_granted).await?;
+                seed
+            }
+            Fault::Abort
+            | Fault::KillDaemon(_)
+            | Fault::KillEngine(_)
+            | Fault::CutLink
+            | Fault::StopDaemon(_) => self.begin(random.below(4)).await?,
+        };
+        let most = u64::try_from(self.terms.strike_within.as_micros()).context("a short time")?;
+        tokio::time::sleep(Duration::from_micros(random.below(most))).await;
         let since = Instant::now();
         self.strike(fault, seed).await?;
         // Who still runs, with a daemon that runs, must hear.
@@ -298,9 +322,7 @@ impl World {
         }
         if let Some(before) = objects {
             let what = format!("as many RDMA objects as before: {before:?}");
-            let same = |metrics: &crate::cluster::Metrics| {
-                OBJECTS.map(|series| metrics.value(series)) == before
-            };
+            let same = |metrics: &Metrics| OBJECTS.map(|series| metrics.value(series)) == before;
             self.cluster.until(DESTINATION, &what, same).await?;
         }
         Ok(())
