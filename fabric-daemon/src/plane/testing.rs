@@ -144,7 +144,7 @@ impl Event {
         clippy::wildcard_enum_match_arm,
         reason = "everything else is not a plane's"
     )]
-    fn of(input: Input<PlaneProofs>) -> Self {
+    pub(super) fn of(input: Input<PlaneProofs>) -> Self {
         match input {
             Input::Armed { grant } => Self::Armed(grant.0),
             Input::Landed { grant } => Self::Landed(grant.0),

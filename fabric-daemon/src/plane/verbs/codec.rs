@@ -199,7 +199,7 @@ impl Message {
     }
 
     /// Total: any bytes are a message or an error.
-    fn decode(mut frame: Bytes) -> Result<Self, DecodeError> {
+    pub(super) fn decode(mut frame: Bytes) -> Result<Self, DecodeError> {
         let kind = frame.try_get_u8()?;
         let message = match kind {
             1 => {

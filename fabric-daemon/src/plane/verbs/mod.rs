@@ -27,6 +27,8 @@
 //! breaks another lease's checksum at worst, which is then found, never read.
 
 mod codec;
+#[cfg(test)]
+mod cost;
 mod extents;
 pub(super) mod ffi;
 mod inbound;
@@ -121,6 +123,30 @@ impl VerbsPlane {
         outstanding_bytes_max: u64,
         faults: Arc<Faults>,
     ) -> Result<Self, VerbsStartError> {
+        let worker = Self::worker(pools, events, settings, outstanding_bytes_max, faults)?;
+        let (inbox, counts) = (Arc::clone(&worker.inbox), Arc::clone(&worker.counts));
+        let addresses = worker.addresses.clone();
+        let thread = thread::Builder::new()
+            .name("verbs".into())
+            .spawn(move || worker.run())
+            .map_err(VerbsStartError::Thread)?;
+        Ok(Self {
+            inbox,
+            counts,
+            addresses,
+            next_peer: AtomicU64::new(0),
+            thread: Some(thread),
+        })
+    }
+
+    /// What its thread is to own.
+    fn worker(
+        pools: Arc<Pools>,
+        events: Sender<Input<PlaneProofs>>,
+        settings: VerbsSettings,
+        outstanding_bytes_max: u64,
+        faults: Arc<Faults>,
+    ) -> Result<Worker, VerbsStartError> {
         let rails = rails::discover(&settings.devices, &settings.modes);
         let rails = rails.map_err(|error| VerbsStartError::Verbs {
             call: error.call,
@@ -133,22 +159,21 @@ impl VerbsPlane {
             let (port, gid, numa_node) = (rail.port, rail.gid.index, rail.numa_node);
             info!(device = rail.device(), port, gid, ?numa_node, "RDMA port");
         }
-        let addresses: Vec<_> = rails.iter().map(|rail| rail.address).collect();
+        let addresses = rails.iter().map(|rail| rail.address).collect();
         let inbox = Inbox::new().map_err(|error| VerbsStartError::Thread(error.into()))?;
-        let counts = Arc::new(Counts::default());
-        let worker = Worker {
-            inbox: Arc::clone(&inbox),
+        Ok(Worker {
+            inbox,
             runtime: Handle::current(),
             outbox: Outbox::new(&Handle::current(), events),
             pools,
             faults,
             settings,
             outstanding_bytes_max,
-            counts: Arc::clone(&counts),
+            counts: Arc::default(),
             grants: BTreeMap::new(),
             lanes: Lanes::default(),
             rails,
-            addresses: addresses.clone(),
+            addresses,
             peers: BTreeMap::new(),
             links: HashMap::new(),
             writers: BTreeMap::new(),
@@ -160,17 +185,6 @@ impl VerbsPlane {
             looked_for_events: Instant::now(),
             refused: 0,
             failovers: 0,
-        };
-        let thread = thread::Builder::new()
-            .name("verbs".into())
-            .spawn(move || worker.run())
-            .map_err(VerbsStartError::Thread)?;
-        Ok(Self {
-            inbox,
-            counts,
-            addresses,
-            next_peer: AtomicU64::new(0),
-            thread: Some(thread),
         })
     }
 

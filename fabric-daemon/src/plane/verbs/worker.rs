@@ -175,27 +175,38 @@ impl Worker {
         let mut orders = VecDeque::new();
         let mut busy_at = Instant::now();
         loop {
-            let mut worked = false;
-            self.inbox.take(&mut orders);
-            for order in orders.drain(..) {
-                worked = true;
-                if matches!(order, Order::Stop) {
-                    return self.close();
+            match self.turn(&mut orders) {
+                Turn::Stopped => return self.close(),
+                Turn::Worked(now) => busy_at = now,
+                Turn::Idle(now) if now.duration_since(busy_at) < SPIN => {}
+                Turn::Idle(now) => {
+                    self.publish();
+                    self.sleep(now);
+                    busy_at = Instant::now();
                 }
-                self.obey(order);
-            }
-            worked |= self.poll();
-            let now = Instant::now();
-            self.keep_time(now);
-            if worked {
-                busy_at = now;
-                self.cut_off_the_deaf();
-            } else if now.duration_since(busy_at) >= SPIN {
-                self.publish();
-                self.sleep(now);
-                busy_at = Instant::now();
             }
         }
+    }
+
+    /// Does all that there is to do just now. `orders`: empty, and is again.
+    pub(super) fn turn(&mut self, orders: &mut VecDeque<Order>) -> Turn {
+        let mut worked = false;
+        self.inbox.take(orders);
+        for order in orders.drain(..) {
+            worked = true;
+            if matches!(order, Order::Stop) {
+                return Turn::Stopped;
+            }
+            self.obey(order);
+        }
+        worked |= self.poll();
+        let now = Instant::now();
+        self.keep_time(now);
+        if !worked {
+            return Turn::Idle(now);
+        }
+        self.cut_off_the_deaf();
+        Turn::Worked(now)
     }
 
     fn obey(&mut self, order: Order) {
@@ -523,6 +534,16 @@ impl Worker {
             self.peer_gone(peer);
         }
     }
+}
+
+/// What came of a turn, and when it ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Turn {
+    /// There was nothing to do.
+    Idle(Instant),
+    /// It was told to stop.
+    Stopped,
+    Worked(Instant),
 }
 
 /// A plane whose thread is gone would hold every slot for ever, while the daemon seems well. Queue
