@@ -10,6 +10,8 @@ use super::{QueuePair, RKey, VerbsError};
 /// Up to [`SendChain::MAX`] work requests for one queue pair. Made once and filled again and again:
 /// nothing is allocated for a request.
 pub(crate) struct SendChain {
+    /// Each is linked to the next and to its piece, for good; the last one that is posted is the
+    /// end for as long as that takes.
     requests: Box<[sys::ibv_send_wr; Self::MAX]>,
     pieces: Box<[sys::ibv_sge; Self::MAX]>,
     len: usize,
@@ -54,11 +56,19 @@ impl SendChain {
     pub(crate) const MAX: usize = 32;
 
     pub(crate) fn new() -> Self {
+        // SAFETY: numbers, unions of numbers and null pointers, for which zero bytes are fine.
+        let mut requests: Box<[sys::ibv_send_wr; Self::MAX]> = unsafe { Box::new(mem::zeroed()) };
+        // SAFETY: as above.
+        let mut pieces: Box<[sys::ibv_sge; Self::MAX]> = unsafe { Box::new(mem::zeroed()) };
+        let mut next = ptr::null_mut();
+        for (request, piece) in requests.iter_mut().zip(pieces.iter_mut()).rev() {
+            request.next = next;
+            request.sg_list = piece;
+            next = request;
+        }
         Self {
-            // SAFETY: numbers, unions of numbers and null pointers, for which zero bytes are fine.
-            requests: unsafe { Box::new(mem::zeroed()) },
-            // SAFETY: as above.
-            pieces: unsafe { Box::new(mem::zeroed()) },
+            requests,
+            pieces,
             len: 0,
         }
     }
@@ -69,21 +79,16 @@ impl SendChain {
     ///
     /// Where the chain is full; so do the others.
     pub(crate) fn write(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
-        let index = self.len;
-        self.pieces[index] = sys::ibv_sge {
+        self.pieces[self.len] = sys::ibv_sge {
             addr: local.offset,
             length: local.bytes,
             lkey: local.lkey,
         };
-        let piece = &raw mut self.pieces[index];
         let request = self.next(sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, wr_id, signal);
-        request.sg_list = piece;
         request.num_sge = 1;
-        request.wr = sys::wr_t {
-            rdma: sys::rdma_t {
-                remote_addr: remote.offset,
-                rkey: remote.rkey.0,
-            },
+        request.wr.rdma = sys::rdma_t {
+            remote_addr: remote.offset,
+            rkey: remote.rkey.0,
         };
     }
 
@@ -110,33 +115,28 @@ impl SendChain {
         if len == 0 {
             return Ok(());
         }
-        self.requests[len - 1].next = ptr::null_mut();
+        let after = mem::replace(&mut self.requests[len - 1].next, ptr::null_mut());
         let mut refused = ptr::null_mut();
         let first = self.requests.as_mut_ptr();
         // SAFETY: the queue pair is there; the requests are linked and their pieces are in boxes of
         // this value, which outlive the call, which copies both.
         let code = unsafe { sys::ibv_post_send(queue_pair.raw(), first, &raw mut refused) };
+        self.requests[len - 1].next = after;
         super::check("ibv_post_send", code)
     }
 
-    /// The next request, linked to the one before.
+    /// The next request.
     fn next(
         &mut self,
         opcode: sys::ibv_wr_opcode::Type,
         wr_id: u64,
         signal: Signal,
     ) -> &mut sys::ibv_send_wr {
-        let index = self.len;
+        let request = &mut self.requests[self.len];
         self.len += 1;
-        let request = &raw mut self.requests[index];
-        if let Some(before) = index.checked_sub(1) {
-            self.requests[before].next = request;
-        }
-        let request = &mut self.requests[index];
         request.wr_id = wr_id;
         request.opcode = opcode;
         request.send_flags = signal.flags();
-        request.sg_list = ptr::null_mut();
         request.num_sge = 0;
         request
     }
