@@ -142,9 +142,9 @@ impl End {
         self.worker.inbox.push(Order::Command(command));
     }
 
+    /// Turns until there is nothing to do.
     fn turn(&mut self) {
-        let turn = self.worker.turn(&mut self.orders);
-        assert_ne!(turn, Turn::Stopped, "nobody stops it");
+        while let Turn::Worked(_) = self.worker.turn(&mut self.orders) {}
     }
 
     /// Takes what it says, and is woken by what it says next, as those who listen are.
