@@ -8,10 +8,12 @@
  *   modify_qp:  to ERR                 flushes the receives
  *   otherwise                          an error that a device could give, and then ERR
  *
- * Nothing is checked that a device checks of keys and bounds, so no test of who may write means
- * anything here. What is checked is what a caller may rely on without being told: that queues are
- * not overrun, a work request's place being free again once a completion that came after it was
- * polled; and that no object goes before those made from it.
+ * What is checked, as it is part of what a caller has to keep track of:
+ * - keys: a write needs one that is open, to its queue pair; a bind needs the window's key as it
+ *   was before, as with soft-RoCE; a message invalidates a bound window alone. Bounds are not;
+ * - that queues are not overrun: a work request's place is free again once a completion that came
+ *   after it was polled;
+ * - that no object goes before those made from it, nor a queue pair before the windows bound on it.
  *
  * Environment:
  *   NULL_VERBS_COUNTS     a file to which one line of counts is added when the process ends
@@ -36,6 +38,7 @@
 enum {
     QUEUE_PAIRS_MAX = 1 << 20, /* In the life of the process: a number is never used again. */
     QUEUE_PAIRS_FIRST = 17,
+    KEYS_MAX = 1 << 20, /* As above. */
     COMPLETIONS_MAX = 1 << 20,
     REQUESTS_MAX = 1 << 15,
 };
@@ -68,6 +71,14 @@ struct queue_pair {
     uint32_t receives_max;
     uint32_t receives_first;
     uint32_t receives_count;
+    uint32_t windows; /* That are bound on it. */
+};
+
+/* What a key opens, found by all but its last eight bits. */
+struct key {
+    uint32_t key;          /* 0: nothing. */
+    bool opens_region;     /* To whoever is connected. */
+    struct queue_pair *on; /* Of a window: what it is bound on. Null: nothing. */
 };
 
 struct channel {
@@ -92,6 +103,7 @@ static struct {
 
 static struct queue_pair *queue_pairs[QUEUE_PAIRS_MAX];
 static uint32_t next_number = QUEUE_PAIRS_FIRST;
+static struct key keys[KEYS_MAX];
 static uint32_t next_key = 1;
 static int poll_max = INT32_MAX;
 
@@ -114,6 +126,33 @@ static void *fail(int code)
 {
     errno = code;
     return NULL;
+}
+
+/* ---- keys ---- */
+
+static struct key *key_of(uint32_t key)
+{
+    struct key *found = &keys[(key >> 8) % KEYS_MAX];
+    return key != 0 && found->key == key ? found : NULL;
+}
+
+/* A key that was never used; 0: there is none. */
+static uint32_t new_key(bool opens_region)
+{
+    if (next_key == KEYS_MAX) {
+        return 0;
+    }
+    uint32_t key = next_key++ << 8;
+    keys[key >> 8] = (struct key){.key = key, .opens_region = opens_region};
+    return key;
+}
+
+static void unbind(struct key *window)
+{
+    if (window->on != NULL) {
+        window->on->windows -= 1;
+        window->on = NULL;
+    }
 }
 
 /* ---- completions ---- */
@@ -205,6 +244,12 @@ static void flush_receives(struct queue_pair *queue_pair)
     }
 }
 
+static void fault(struct queue_pair *queue_pair)
+{
+    queue_pair->qp.state = IBV_QPS_ERR;
+    flush_receives(queue_pair);
+}
+
 /* The other end, if it takes anything in. */
 static struct queue_pair *peer_of(struct queue_pair *queue_pair)
 {
@@ -226,12 +271,32 @@ static enum ibv_wc_status deliver(struct queue_pair *peer, const struct ibv_send
     if (peer->receives_count == 0) {
         return IBV_WC_RNR_RETRY_EXC_ERR;
     }
+    if (wr->opcode == IBV_WR_SEND_WITH_INV) {
+        struct key *window = key_of(wr->invalidate_rkey);
+        if (window == NULL || window->on != peer) {
+            return IBV_WC_REM_ACCESS_ERR;
+        }
+        unbind(window);
+    }
     uint32_t index = peer->receives_first % peer->receives_max;
     peer->receives_first += 1;
     peer->receives_count -= 1;
     unsigned int flags = wr->opcode == IBV_WR_SEND_WITH_INV ? IBV_WC_WITH_INV : IBV_WC_WITH_IMM;
     complete(peer->qp.recv_cq, peer, peer->receives[index], IBV_WC_SUCCESS, IBV_WC_RECV,
              wr->imm_data, flags, 0);
+    return IBV_WC_SUCCESS;
+}
+
+static enum ibv_wc_status bind(struct queue_pair *queue_pair, const struct ibv_send_wr *wr)
+{
+    struct key *window = key_of(wr->bind_mw.mw->rkey);
+    if (window == NULL || window->opens_region || window->on != NULL ||
+        wr->bind_mw.rkey >> 8 != window->key >> 8 || wr->bind_mw.rkey == window->key) {
+        return IBV_WC_MW_BIND_ERR;
+    }
+    window->key = wr->bind_mw.rkey;
+    window->on = queue_pair;
+    queue_pair->windows += 1;
     return IBV_WC_SUCCESS;
 }
 
@@ -246,6 +311,10 @@ static enum ibv_wc_status perform(struct queue_pair *queue_pair, const struct ib
         return IBV_WC_RETRY_EXC_ERR;
     }
     if (wr->opcode == IBV_WR_RDMA_WRITE) {
+        struct key *key = key_of(wr->wr.rdma.rkey);
+        if (key == NULL || !(key->opens_region || key->on == peer)) {
+            return IBV_WC_REM_ACCESS_ERR;
+        }
         counts.writes += 1;
         for (int piece = 0; piece < wr->num_sge; piece++) {
             counts.bytes += wr->sg_list[piece].length;
@@ -256,7 +325,7 @@ static enum ibv_wc_status perform(struct queue_pair *queue_pair, const struct ib
     if (wr->opcode == IBV_WR_BIND_MW) {
         counts.binds += 1;
         *opcode = IBV_WC_BIND_MW;
-        return IBV_WC_SUCCESS;
+        return bind(queue_pair, wr);
     }
     if (wr->opcode == IBV_WR_SEND_WITH_INV || wr->opcode == IBV_WR_SEND_WITH_IMM) {
         counts.messages += 1;
@@ -290,9 +359,11 @@ static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_
                      queue_pair->unsignalled);
             queue_pair->unsignalled = 0;
         }
-        if (status != IBV_WC_SUCCESS && qp->state != IBV_QPS_ERR) {
-            qp->state = IBV_QPS_ERR;
-            flush_receives(queue_pair);
+        if (status == IBV_WC_REM_ACCESS_ERR) {
+            fault(queue_pair->peer);
+        }
+        if (status != IBV_WC_SUCCESS) {
+            fault(queue_pair);
         }
     }
     unlock();
@@ -336,10 +407,16 @@ static struct ibv_mw *alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
         return fail(ENOMEM);
     }
     lock();
+    window->rkey = new_key(false);
+    if (window->rkey == 0) {
+        unlock();
+        free(window);
+        return fail(ENOMEM);
+    }
     window->context = pd->context;
     window->pd = pd;
     window->type = type;
-    window->rkey = next_key++ << 8;
+    window->handle = window->rkey >> 8;
     pd->handle += 1;
     objects.windows += 1;
     unlock();
@@ -349,6 +426,8 @@ static struct ibv_mw *alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
 static int dealloc_mw(struct ibv_mw *window)
 {
     lock();
+    unbind(&keys[window->handle]);
+    keys[window->handle].key = 0;
     window->pd->handle -= 1;
     objects.windows -= 1;
     unlock();
@@ -515,17 +594,21 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *start, size_t bytes
 {
     struct ibv_mr *region = calloc(1, sizeof(*region));
     (void)iova;
-    (void)access;
     if (region == NULL) {
+        return fail(ENOMEM);
+    }
+    lock();
+    region->rkey = new_key((access & IBV_ACCESS_REMOTE_WRITE) != 0);
+    if (region->rkey == 0) {
+        unlock();
+        free(region);
         return fail(ENOMEM);
     }
     region->context = domain->context;
     region->pd = domain;
     region->addr = start;
     region->length = bytes;
-    lock();
-    region->lkey = next_key++ << 8;
-    region->rkey = region->lkey;
+    region->lkey = region->rkey;
     domain->handle += 1;
     objects.regions += 1;
     unlock();
@@ -535,6 +618,7 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *start, size_t bytes
 int ibv_dereg_mr(struct ibv_mr *region)
 {
     lock();
+    keys[region->rkey >> 8].key = 0;
     region->pd->handle -= 1;
     objects.regions -= 1;
     unlock();
@@ -712,7 +796,7 @@ int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attributes, int mask)
         }
         qp->state = attributes->qp_state;
         if (qp->state == IBV_QPS_ERR) {
-            flush_receives(queue_pair);
+            fault(queue_pair);
         }
     }
     unlock();
@@ -733,6 +817,10 @@ int ibv_destroy_qp(struct ibv_qp *qp)
 {
     struct queue_pair *queue_pair = (struct queue_pair *)qp;
     lock();
+    if (queue_pair->windows > 0) {
+        unlock();
+        return EBUSY;
+    }
     struct queue_pair *peer = queue_pairs[queue_pair->peer_number];
     if (peer != NULL && peer->peer == queue_pair) {
         peer->peer = NULL;
