@@ -18,6 +18,7 @@ use tokio::sync::{Semaphore, oneshot};
 
 use super::codec::Message;
 use super::peers::PeerKey;
+use super::rails;
 use super::worker::{Order, Turn, Worker};
 use super::{Mode, VerbsPlane, VerbsSettings};
 use crate::plane::PlaneProofs;
@@ -119,7 +120,13 @@ impl End {
             modes: vec![shape.mode],
             lanes: 4,
         };
-        let worker = VerbsPlane::worker(pools, sender, settings, 8 << 20, Arc::default()).unwrap();
+        // Not proven: nothing that moves no bytes can be.
+        let mut rails = rails::discover(&[]).unwrap();
+        rails
+            .iter_mut()
+            .for_each(|rail| rail.allow(&settings.modes));
+        let worker = VerbsPlane::worker(rails, pools, sender, settings, 8 << 20, Arc::default());
+        let worker = worker.unwrap();
         let (outgoing, done) = (mpsc::channel(4096), oneshot::channel());
         worker.inbox.push(Order::PeerUp {
             peer: PEER,

@@ -227,38 +227,18 @@ impl Lane {
         self.groups.is_empty()
     }
 
-    /// The fence: takes back whatever the peer could do through this lane, which ends with it.
-    ///
-    /// 1. The queue pair goes to `Error`: no new packet is taken in.
-    /// 2. The windows are destroyed: no key opens the slots. Before the queue pair, since soft-RoCE
-    ///    would wait for them.
-    /// 3. The queue pair is destroyed. Only this is a barrier: a packet may be under way through
-    ///    the first two (measured on soft-RoCE: 1 KiB, in 1 to 5 of 35 runs); none was after it.
-    ///
-    /// Needs nobody's help, whatever state the lane is in. The evidence is for the leg that it
-    /// carried, if it carried one.
+    /// The fence: takes back whatever the peer could do through this lane, which ends with it. Needs
+    /// nobody's help, whatever state the lane is in. The evidence is for the leg that it carried, if
+    /// it carried one.
     pub(super) fn revoke(
         self,
         rails: &mut [Rail],
         windows: impl IntoIterator<Item = MemoryWindow>,
     ) -> Result<Option<LegStopped>, VerbsError> {
-        let rail = &mut rails[self.rail];
-        let stopped = self.queue_pair.stop();
-        let mut closed = Ok(());
-        for window in windows {
-            // All of them, whatever becomes of one.
-            if let Err(error) = window.close() {
-                closed = Err(error);
-            }
-        }
-        let destroyed = self.queue_pair.close();
-        rail.release(&self.completions);
-        // A queue pair that cannot be moved to `Error` can still be destroyed.
-        if let Err(error) = stopped {
-            tracing::warn!("stop a queue pair: {error}");
-        }
+        let fenced = fence(self.queue_pair, windows);
+        rails[self.rail].release(&self.completions);
         // S1: the device has no way left to write for this lane.
-        closed.and(destroyed).map(|()| match self.side {
+        fenced.map(|()| match self.side {
             Side::Destination(State::Busy(grant, leg)) => Some(LegStopped { grant, leg }),
             Side::Destination(State::Connecting | State::Probing | State::Idle)
             | Side::Source(_) => None,
@@ -310,16 +290,48 @@ impl Revoked {
     }
 }
 
+/// The recipe of every fence, which the probe at start-up tries on each port: ends whatever the peer
+/// of a queue pair may still do through it and its windows.
+///
+/// 1. The queue pair goes to `Error`: no new packet is taken in.
+/// 2. The windows are destroyed: no key opens the slots. Before the queue pair, since soft-RoCE
+///    would wait for them.
+/// 3. The queue pair is destroyed. Only this is a barrier: a packet may be under way through the
+///    first two (measured on soft-RoCE: 1 KiB, in 1 to 5 of 35 runs); none was after it.
+pub(super) fn fence(
+    queue_pair: QueuePair,
+    windows: impl IntoIterator<Item = MemoryWindow>,
+) -> Result<(), VerbsError> {
+    let stopped = queue_pair.stop();
+    let mut closed = Ok(());
+    for window in windows {
+        // All of them, whatever becomes of one.
+        if let Err(error) = window.close() {
+            closed = Err(error);
+        }
+    }
+    let destroyed = queue_pair.close();
+    // A queue pair that cannot be moved to `Error` can still be destroyed.
+    if let Err(error) = stopped {
+        tracing::warn!("stop a queue pair: {error}");
+    }
+    closed.and(destroyed)
+}
+
 /// A number for the first packet of a queue pair, so that a packet of an earlier one with the same
 /// number is not taken for one of this.
-fn first_packet() -> Result<u32, VerbsError> {
+pub(super) fn first_packet() -> Result<u32, VerbsError> {
     let mut number = [0; 4];
+    fill_random(&mut number[..3])?;
+    Ok(u32::from_le_bytes(number))
+}
+
+pub(super) fn fill_random(bytes: &mut [u8]) -> Result<(), VerbsError> {
     let random = default_provider().secure_random;
-    random.fill(&mut number[..3]).map_err(|_| VerbsError {
+    random.fill(bytes).map_err(|_| VerbsError {
         call: "getrandom",
         code: NO_RANDOM,
-    })?;
-    Ok(u32::from_le_bytes(number))
+    })
 }
 
 /// The lanes of a plane, by a key that is never used again.

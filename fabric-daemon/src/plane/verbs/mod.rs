@@ -13,7 +13,8 @@
 //! and a leg whose lane breaks goes on through another (failover): see `inbound`.
 //!
 //! - [`ffi`]: the verbs API with safe owners.
-//! - `rails`: ports; `lanes`: queue pairs; `extents`: which memory a grant is.
+//! - `rails`: ports; `probe`: what a port must prove before it is used; `lanes`: queue pairs;
+//!   `extents`: which memory a grant is.
 //! - `inbound` and `outbound`: a grant at its destination, a writer at its source.
 //! - `worker`: the one thread that owns it all.
 //! - `peers`, `link`, `codec`: what planes tell each other.
@@ -36,6 +37,7 @@ mod lanes;
 mod link;
 mod outbound;
 mod peers;
+mod probe;
 mod rails;
 #[cfg(test)]
 mod tests;
@@ -61,6 +63,7 @@ use self::codec::RailAddress;
 use self::ffi::SendChain;
 use self::lanes::Lanes;
 use self::peers::PeerKey;
+use self::rails::Rail;
 use self::worker::{Counts, Inbox, Order, Worker};
 use super::faults::Faults;
 use super::outbox::Outbox;
@@ -83,6 +86,10 @@ pub struct VerbsPlane {
 /// Why the plane cannot start.
 #[derive(Debug, Error)]
 pub enum VerbsStartError {
+    /// There are ports, but none that does what a mode rests on. Each failure: the port, the mode,
+    /// what was tried, and what the device did.
+    #[error("no RDMA port is fit for a mode of verbs.modes: {}", .0.join("; "))]
+    NoMode(Vec<String>),
     /// There is no port to use.
     #[error("no RDMA device has an active port{}", hint(.0))]
     NoRail(Vec<String>),
@@ -106,6 +113,36 @@ fn hint(devices: &[String]) -> String {
     format!(" (verbs.devices allows {devices:?})")
 }
 
+/// The ports to use. What they have not proven is taken out of the settings.
+fn ports(settings: &mut VerbsSettings) -> Result<Vec<Rail>, VerbsStartError> {
+    let rails = rails::discover(&settings.devices);
+    let rails = rails.map_err(|error| VerbsStartError::Verbs {
+        call: error.call,
+        error: io::Error::from_raw_os_error(error.code),
+    })?;
+    if rails.is_empty() {
+        return Err(VerbsStartError::NoRail(settings.devices.clone()));
+    }
+    let proven = probe::prove(rails, &settings.modes);
+    if proven.rails.is_empty() {
+        return Err(VerbsStartError::NoMode(proven.refused));
+    }
+    settings.modes = proven.modes;
+    for rail in &proven.rails {
+        let (port, gid, numa_node) = (rail.port, rail.gid.index, rail.numa_node);
+        let modes = &settings.modes;
+        info!(
+            device = rail.device(),
+            port,
+            gid,
+            ?numa_node,
+            ?modes,
+            "RDMA port"
+        );
+    }
+    Ok(proven.rails)
+}
+
 impl VerbsPlane {
     /// A plane over the devices of this host, whose answers come on the current runtime.
     ///
@@ -119,11 +156,19 @@ impl VerbsPlane {
     pub fn new(
         pools: Arc<Pools>,
         events: Sender<Input<PlaneProofs>>,
-        settings: VerbsSettings,
+        mut settings: VerbsSettings,
         outstanding_bytes_max: u64,
         faults: Arc<Faults>,
     ) -> Result<Self, VerbsStartError> {
-        let worker = Self::worker(pools, events, settings, outstanding_bytes_max, faults)?;
+        let rails = ports(&mut settings)?;
+        let worker = Self::worker(
+            rails,
+            pools,
+            events,
+            settings,
+            outstanding_bytes_max,
+            faults,
+        )?;
         let (inbox, counts) = (Arc::clone(&worker.inbox), Arc::clone(&worker.counts));
         let addresses = worker.addresses.clone();
         let thread = thread::Builder::new()
@@ -141,24 +186,13 @@ impl VerbsPlane {
 
     /// What its thread is to own.
     fn worker(
+        rails: Vec<Rail>,
         pools: Arc<Pools>,
         events: Sender<Input<PlaneProofs>>,
         settings: VerbsSettings,
         outstanding_bytes_max: u64,
         faults: Arc<Faults>,
     ) -> Result<Worker, VerbsStartError> {
-        let rails = rails::discover(&settings.devices, &settings.modes);
-        let rails = rails.map_err(|error| VerbsStartError::Verbs {
-            call: error.call,
-            error: io::Error::from_raw_os_error(error.code),
-        })?;
-        if rails.is_empty() {
-            return Err(VerbsStartError::NoRail(settings.devices));
-        }
-        for rail in &rails {
-            let (port, gid, numa_node) = (rail.port, rail.gid.index, rail.numa_node);
-            info!(device = rail.device(), port, gid, ?numa_node, "RDMA port");
-        }
         let addresses = rails.iter().map(|rail| rail.address).collect();
         let inbox = Inbox::new().map_err(|error| VerbsStartError::Thread(error.into()))?;
         Ok(Worker {

@@ -42,12 +42,7 @@ struct Queue {
 }
 
 impl Rail {
-    fn open(
-        context: &Arc<Context>,
-        port: u8,
-        limits: Limits,
-        access: Access,
-    ) -> Result<Option<Self>, VerbsError> {
+    fn open(context: &Arc<Context>, port: u8, limits: Limits) -> Result<Option<Self>, VerbsError> {
         let attributes = context.port(port)?;
         let device = context.name();
         if !attributes.is_active {
@@ -79,8 +74,13 @@ impl Rail {
             queues: Vec::new(),
             windows: Vec::new(),
             regions: Vec::new(),
-            access,
+            access: access(&[]),
         }))
+    }
+
+    /// Has pools registered for these modes from now on.
+    pub(super) fn allow(&mut self, modes: &[Mode]) {
+        self.access = access(modes);
     }
 
     pub(super) fn device(&self) -> &str {
@@ -162,18 +162,22 @@ impl Rail {
     }
 }
 
-/// The ports of the devices named, or of all: those that can be used.
-pub(super) fn discover(wanted: &[String], modes: &[Mode]) -> Result<Vec<Rail>, VerbsError> {
-    let mut access = Access::LOCAL_WRITE;
-    for mode in modes {
+/// What a device may do with a pool's memory.
+pub(super) fn access(modes: &[Mode]) -> Access {
+    modes.iter().fold(Access::LOCAL_WRITE, |access, mode| {
         // S7: the pool's own key opens nothing where windows do it all. M: ibv_bind_mw(3): a window
         // for remote writes needs a region with local write and the right to bind, no more.
-        access = access
+        access
             | match mode {
                 Mode::Window => Access::WINDOWS,
                 Mode::Lane => Access::REMOTE_WRITE,
-            };
-    }
+            }
+    })
+}
+
+/// The ports of the devices named, or of all: those that can be used. For no mode yet: see
+/// [`super::probe::prove`].
+pub(super) fn discover(wanted: &[String]) -> Result<Vec<Rail>, VerbsError> {
     let mut rails = Vec::new();
     let names = device_names()?;
     for name in wanted.iter().filter(|name| !names.contains(name)) {
@@ -186,7 +190,7 @@ pub(super) fn discover(wanted: &[String], modes: &[Mode]) -> Result<Vec<Rail>, V
         let context = Context::open(&name)?;
         let limits = context.limits()?;
         for port in 1..=limits.ports {
-            if let Some(rail) = Rail::open(&context, port, limits, access)? {
+            if let Some(rail) = Rail::open(&context, port, limits)? {
                 rails.push(rail);
             }
         }

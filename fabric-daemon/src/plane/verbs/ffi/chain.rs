@@ -92,6 +92,11 @@ impl SendChain {
         };
     }
 
+    /// Sends an empty message.
+    pub(crate) fn send_empty(&mut self, wr_id: u64, signal: Signal) {
+        self.next(sys::ibv_wr_opcode::IBV_WR_SEND, wr_id, signal);
+    }
+
     /// Sends a message of nothing but a number.
     pub(crate) fn send_immediate(&mut self, wr_id: u64, signal: Signal, number: u32) {
         let request = self.next(sys::ibv_wr_opcode::IBV_WR_SEND_WITH_IMM, wr_id, signal);

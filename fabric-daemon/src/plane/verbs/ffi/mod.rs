@@ -25,7 +25,7 @@ use thiserror::Error;
 
 pub(super) use chain::{Local, Remote, SendChain, Signal};
 pub(super) use completion::{
-    CompletionChannel, CompletionQueue, Completions, Opcode, WorkCompletion,
+    CompletionChannel, CompletionQueue, Completions, Opcode, Status, WorkCompletion,
 };
 pub(super) use device::{
     AsyncEvent, Context, Gid, GidEntry, GidKind, Limits, ProtectionDomain, device_names,

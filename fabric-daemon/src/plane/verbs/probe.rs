@@ -1,0 +1,987 @@
+//! The probe at start-up: what a port has to be seen to do before grants are given through it.
+//!
+//! ```text
+//!   scratch memory ◀── owner ══ this host's port ══ writer ◀── scratch memory
+//!                        │
+//!                        └── windows and the fence, as grants will have them
+//! ```
+//!
+//! Two queue pairs of this process are connected to each other through the port. What the proofs of
+//! grants rest on is tried on them:
+//!
+//! 1. Window mode: windows can be bound, and open what they should. A message with invalidation is
+//!    told as one, no other message is, and from then on the key opens nothing. No key opens
+//!    anything to another queue pair, and the region's own key opens nothing at all.
+//! 2. Each mode: the fence, which is the very function that fences lanes, ends the writes of a
+//!    writer in full flow. What the memory holds when it returns is what it holds ever after.
+//!
+//! What a port does not prove it is not used for. Each step has a time limit, so a device that does
+//! not answer has failed. It takes about a tenth of a second for each mode, for all ports at once.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use fabric_ipc::{Mapping, MappingError, MemoryError, create_sealed};
+use fabric_proto::ids::Tag;
+use fabric_proto::pool::{Arrangement, Layout, PoolSpec};
+use tracing::warn;
+
+use super::Mode;
+use super::codec::RailAddress;
+use super::ffi::{
+    Access, Capacity, CompletionChannel, CompletionQueue, Completions, Local, MemoryRegion,
+    MemoryWindow, Opcode, ProtectionDomain, QueuePair, RKey, Remote, Route, SendChain, Signal,
+    Status, VerbsError, WorkCompletion,
+};
+use super::lanes::{self, fill_random, first_packet};
+use super::rails::{self, Rail};
+use crate::plane::pools::Pool;
+
+/// What the probe leaves.
+#[derive(Debug)]
+pub(super) struct Proven {
+    /// The ports to use: each has proven every one of `modes`.
+    pub(super) rails: Vec<Rail>,
+    /// The preferred first.
+    pub(super) modes: Vec<Mode>,
+    /// What failed: where, and why.
+    pub(super) refused: Vec<String>,
+}
+
+/// Tries `wanted` modes on each of the ports.
+///
+/// The modes that are left are the plane's, not each port's: how a grant is given is decided before
+/// it is known through which port. Where ports differ, those that lack the most preferred mode that
+/// any has proven are not used: a device that is worse than its neighbours costs bandwidth, and
+/// never makes the grants of the others laxer.
+pub(super) fn prove(rails: Vec<Rail>, wanted: &[Mode]) -> Proven {
+    let mut refused = Vec::new();
+    let mut tried = Vec::new();
+    for (rail, outcomes) in try_all(rails, wanted) {
+        let mut modes = Vec::new();
+        for (mode, outcome) in outcomes {
+            let Err(why) = outcome else {
+                modes.push(mode);
+                continue;
+            };
+            let (device, port, mode) = (rail.device(), rail.port, name(mode));
+            warn!(device, port, mode, "a mode is not used: {why}");
+            refused.push(format!("{device} port {port}, {mode}: {why}"));
+        }
+        tried.push((rail, modes));
+    }
+    let (mut rails, spare, modes) = agree(tried, wanted);
+    for rail in spare {
+        let (device, port) = (rail.device(), rail.port);
+        warn!(device, port, "a port is not used: see its modes");
+    }
+    for rail in &mut rails {
+        rail.allow(&modes);
+    }
+    Proven {
+        rails,
+        modes,
+        refused,
+    }
+}
+
+type Outcomes = Vec<(Mode, Result<(), Refusal>)>;
+
+/// All at once: hosts have up to a dozen ports, and the probe mostly waits.
+fn try_all(rails: Vec<Rail>, wanted: &[Mode]) -> Vec<(Rail, Outcomes)> {
+    thread::scope(|scope| {
+        let tries = rails.into_iter().map(|rail| {
+            scope.spawn(move || {
+                let outcomes = wanted.iter().map(|mode| (*mode, try_mode(&rail, *mode)));
+                let outcomes = outcomes.collect();
+                (rail, outcomes)
+            })
+        });
+        // Each is started before the first is waited for.
+        let tries: Vec<_> = tries.collect();
+        let ended = tries.into_iter().map(thread::ScopedJoinHandle::join);
+        ended
+            .map(|ended| ended.expect("the probe does not panic"))
+            .collect()
+    })
+}
+
+/// Which ports to use, which not, and in which modes: see [`prove`].
+fn agree<T>(tried: Vec<(T, Vec<Mode>)>, wanted: &[Mode]) -> (Vec<T>, Vec<T>, Vec<Mode>) {
+    let has_any = |mode: &&Mode| tried.iter().any(|(_, modes)| modes.contains(mode));
+    let best = wanted.iter().find(has_any).copied();
+    let (used, spare): (Vec<_>, Vec<_>) = tried
+        .into_iter()
+        .partition(|(_, modes)| best.is_some_and(|best| modes.contains(&best)));
+    let has_all = |mode: &&Mode| used.iter().all(|(_, modes)| modes.contains(mode));
+    let modes = wanted.iter().filter(|_| best.is_some()).filter(has_all);
+    let modes = modes.copied().collect();
+    let only = |ports: Vec<(T, Vec<Mode>)>| ports.into_iter().map(|(port, _)| port).collect();
+    (only(used), only(spare), modes)
+}
+
+fn name(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Lane => "lane",
+        Mode::Window => "window",
+    }
+}
+
+fn try_mode(rail: &Rail, mode: Mode) -> Result<(), Refusal> {
+    let bench = Bench::new(rail, rails::access(&[mode])).map_err(at(Step::Prepare))?;
+    match mode {
+        Mode::Lane => bench.try_region()?,
+        Mode::Window => bench.try_windows()?,
+    }
+    bench
+        .try_fence(mode, &mut lanes::fence)
+        .map_err(at(Step::Fence))
+}
+
+/// Why a mode is refused.
+#[derive(Debug, thiserror::Error)]
+#[error("{step}: {fault}")]
+struct Refusal {
+    step: Step,
+    fault: Fault,
+}
+
+fn at(step: Step) -> impl FnOnce(Fault) -> Refusal {
+    move |fault| Refusal { step, fault }
+}
+
+/// What was tried.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Step {
+    Bind,
+    BindAgain,
+    Fence,
+    Invalidate,
+    Message,
+    OldKey,
+    OtherLane,
+    PoolKey,
+    Prepare,
+    Settle,
+    Write,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Bind => "bind a memory window",
+            Self::BindAgain => "bind a memory window that was invalidated",
+            Self::Fence => "fence a writer",
+            Self::Invalidate => "invalidate a memory window by a message",
+            Self::Message => "send a message that invalidates nothing",
+            Self::OldKey => "refuse a write after the invalidation",
+            Self::OtherLane => "refuse a write through another queue pair",
+            Self::PoolKey => "refuse a write with the pool's own key",
+            Self::Prepare => "connect two queue pairs",
+            Self::Settle => "keep the memory as it was",
+            Self::Write => "write what a key opens",
+        })
+    }
+}
+
+/// What the device did.
+#[derive(Debug, thiserror::Error)]
+enum Fault {
+    #[error("a write was done that must be refused")]
+    Accepted,
+    #[error("bytes changed that nobody may write")]
+    Changed,
+    #[error("it took {0:?}")]
+    Late(Duration),
+    #[error("scratch memory: {0}")]
+    Mapping(#[from] MappingError),
+    #[error("scratch memory: {0}")]
+    Memory(#[from] MemoryError),
+    #[error("the bytes did not arrive")]
+    Missing,
+    #[error("no answer within {0:?}")]
+    Silent(Duration),
+    #[error("{0}")]
+    Status(Status),
+    #[error("a completion says {got:?}, and should say {want:?}")]
+    Told { got: Opcode, want: Opcode },
+    #[error("{0}")]
+    Verbs(#[from] VerbsError),
+}
+
+/// How a lane is fenced: [`lanes::fence`], but in tests.
+type Fence<'a> = &'a mut dyn FnMut(QueuePair, Vec<MemoryWindow>) -> Result<(), VerbsError>;
+
+/// A port, and scratch memory that its device knows.
+///
+/// The memory starts with what writers send; then come areas that are written to.
+struct Bench {
+    port: u8,
+    gid_index: u8,
+    address: RailAddress,
+    domain: Arc<ProtectionDomain>,
+    channel: Arc<CompletionChannel>,
+    memory: Arc<Pool>,
+    region: MemoryRegion,
+    /// What writers send.
+    sent: Vec<u8>,
+    /// For each step.
+    time_limit: Duration,
+}
+
+impl Bench {
+    fn new(rail: &Rail, access: Access) -> Result<Self, Fault> {
+        let memory = Arc::new(scratch()?);
+        let mut sent = vec![0; index(SENT_BYTES)];
+        // Random, so that no two writes bring the same bytes to the same place.
+        fill_random(&mut sent)?;
+        memory.memory.write(0, &sent)?;
+        let context = rail.domain.context();
+        let domain = ProtectionDomain::new(context)?;
+        Ok(Self {
+            port: rail.port,
+            gid_index: rail.gid.index,
+            address: rail.address,
+            region: MemoryRegion::register(&domain, &memory, access)?,
+            channel: CompletionChannel::new(context)?,
+            domain,
+            memory,
+            sent,
+            time_limit: TIME_LIMIT,
+        })
+    }
+
+    /// Two queue pairs that are connected to each other.
+    fn pair(&self) -> Result<Pair, Fault> {
+        let end = |capacity| -> Result<(End, u32), Fault> {
+            let completions = CompletionQueue::new(&self.channel, capacity_of(&capacity))?;
+            let queue_pair = QueuePair::new(&self.domain, &completions, capacity)?;
+            queue_pair.initialise(self.port)?;
+            let end = End {
+                queue_pair,
+                completions,
+                taken: VecDeque::new(),
+                outstanding: 0,
+                time_limit: self.time_limit,
+            };
+            Ok((end, first_packet()?))
+        };
+        let (owner, owners_first) = end(Capacity {
+            sends: 1,
+            receives: MESSAGES,
+        })?;
+        let (writer, writers_first) = end(Capacity {
+            sends: WRITES,
+            receives: 1,
+        })?;
+        owner.queue_pair.post_receives(RECEIVE, MESSAGES)?;
+        let (owners, writers) = (owner.queue_pair.number(), writer.queue_pair.number());
+        let route = self.route((writers, writers_first), owners_first);
+        owner.queue_pair.connect(&route)?;
+        let route = self.route((owners, owners_first), writers_first);
+        writer.queue_pair.connect(&route)?;
+        Ok(Pair { writer, owner })
+    }
+
+    /// From the port to itself.
+    fn route(&self, theirs: (u32, u32), our_first: u32) -> Route {
+        let address = &self.address;
+        Route {
+            port: self.port,
+            gid_index: self.gid_index,
+            mtu: address.mtu,
+            is_global: address.is_ethernet,
+            gid: address.gid,
+            lid: address.lid,
+            number: theirs.0,
+            their_first: theirs.1,
+            our_first,
+        }
+    }
+
+    /// Binds a window to an area.
+    fn bind(&self, owner: &mut End, window: &mut MemoryWindow, area: u64) -> Result<RKey, Fault> {
+        let rkey = window.take_key().expect("it was bound twice at most");
+        owner.queue_pair.post_bind(
+            (BIND, Signal::Yes),
+            (window, rkey),
+            &self.region,
+            (area, AREA_BYTES),
+            Access::REMOTE_WRITE,
+        )?;
+        owner.told(Opcode::Bind)?;
+        Ok(rkey)
+    }
+
+    /// One write: from `from` in what is sent to the start of an area.
+    fn write(&self, writer: &mut End, from: u64, area: u64, rkey: RKey) -> Result<(), Fault> {
+        let mut chain = SendChain::new();
+        let to = Target {
+            offset: area,
+            rkey,
+            lkey: self.region.lkey(),
+        };
+        to.add(&mut chain, from, SHORT_BYTES);
+        Ok(chain.post(&writer.queue_pair)?)
+    }
+
+    /// A write that must be done, and arrive.
+    fn lands(&self, pair: &mut Pair, from: u64, area: u64, rkey: RKey) -> Result<(), Fault> {
+        self.write(&mut pair.writer, from, area, rkey)?;
+        pair.writer.told(Opcode::Write)?;
+        let want = &self.sent[index(from)..][..SHORT_BYTES as usize];
+        // M: an acknowledgement does not say that the bytes can be seen here yet.
+        let deadline = Instant::now() + self.time_limit;
+        while self.bytes(area, SHORT_BYTES.into())? != want {
+            if Instant::now() >= deadline {
+                return Err(Fault::Missing);
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// A write that must be refused, by the device that it asks.
+    fn refused(&self, pair: &mut Pair, from: u64, area: u64, rkey: RKey) -> Result<(), Fault> {
+        let before = self.bytes(area, AREA_BYTES)?;
+        self.write(&mut pair.writer, from, area, rkey)?;
+        match pair.writer.next()?.result {
+            Ok(_) => return Err(Fault::Accepted),
+            // Nobody was asked.
+            Err(status @ (Status::FLUSHED | Status::RETRIES_EXCEEDED)) => {
+                return Err(Fault::Status(status));
+            }
+            Err(_) => {}
+        }
+        if self.bytes(area, AREA_BYTES)? != before {
+            return Err(Fault::Changed);
+        }
+        Ok(())
+    }
+
+    /// What lane mode rests on, but for the fence.
+    fn try_region(&self) -> Result<(), Refusal> {
+        let mut pair = self.pair().map_err(at(Step::Prepare))?;
+        self.lands(&mut pair, 64, area(0), self.region.rkey())
+            .map_err(at(Step::Write))?;
+        pair.messages().map_err(at(Step::Message))
+    }
+
+    /// What window mode rests on, but for the fence.
+    fn try_windows(&self) -> Result<(), Refusal> {
+        let (first, second) = (area(0), area(1));
+        // S7: windows are all that opens a pool.
+        let mut pair = self.pair().map_err(at(Step::Prepare))?;
+        self.refused(&mut pair, 0, first, self.region.rkey())
+            .map_err(at(Step::PoolKey))?;
+
+        let mut pair = self.pair().map_err(at(Step::Prepare))?;
+        // Declared after its queue pair, so that it is destroyed before.
+        let made = MemoryWindow::new(&self.domain).map_err(Fault::from);
+        let mut window = made.map_err(at(Step::Bind))?;
+        let rkey = self.bind(&mut pair.owner, &mut window, first);
+        let rkey = rkey.map_err(at(Step::Bind))?;
+        self.lands(&mut pair, 64, first, rkey)
+            .map_err(at(Step::Write))?;
+        pair.messages().map_err(at(Step::Message))?;
+        self.lands(&mut pair, 128, first, rkey)
+            .map_err(at(Step::Message))?;
+        // S7: not with the key either, but through its own queue pair.
+        let mut other = self.pair().map_err(at(Step::Prepare))?;
+        self.refused(&mut other, 192, first, rkey)
+            .map_err(at(Step::OtherLane))?;
+        // S1: a drain is this message, and its proof is that the key is void.
+        pair.invalidate(rkey).map_err(at(Step::Invalidate))?;
+        self.refused(&mut pair, 256, first, rkey)
+            .map_err(at(Step::OldKey))?;
+
+        let mut pair = self.pair().map_err(at(Step::Prepare))?;
+        let new_rkey = self.bind(&mut pair.owner, &mut window, second);
+        let new_rkey = new_rkey.map_err(at(Step::BindAgain))?;
+        self.lands(&mut pair, 320, second, new_rkey)
+            .map_err(at(Step::BindAgain))?;
+        // S6: the key that it had before.
+        self.refused(&mut pair, 384, second, rkey)
+            .map_err(at(Step::OldKey))?;
+        drop(window);
+
+        thread::sleep(SETTLE);
+        self.settled(&[(first, 128), (second, 320)])
+            .map_err(at(Step::Settle))
+    }
+
+    /// Checks that the areas, and all after them, hold what was sent from there, and nothing else.
+    fn settled(&self, areas: &[(u64, u64)]) -> Result<(), Fault> {
+        let mut want = vec![0; index(MEMORY_BYTES)];
+        want[..self.sent.len()].copy_from_slice(&self.sent);
+        for (area, from) in areas {
+            let sent = &self.sent[index(*from)..][..SHORT_BYTES as usize];
+            want[index(*area)..][..sent.len()].copy_from_slice(sent);
+        }
+        if self.bytes(0, MEMORY_BYTES)? != want {
+            return Err(Fault::Changed);
+        }
+        Ok(())
+    }
+
+    /// Fences writers in full flow, each in an area of its own. Their ends are kept, so each of them
+    /// goes on trying until the last has been fenced.
+    fn try_fence(&self, mode: Mode, fence: Fence<'_>) -> Result<(), Fault> {
+        let mut rounds = Vec::new();
+        for number in 0..ROUNDS {
+            let (writer, at_fence) = self.fence_one(mode, fence, number)?;
+            rounds.push((number, writer, at_fence));
+        }
+        thread::sleep(SETTLE);
+        self.unchanged(&rounds)?;
+        for (_, writer, _) in &mut rounds {
+            writer.queue_pair.stop()?;
+            writer.finish()?;
+        }
+        self.unchanged(&rounds)
+    }
+
+    /// Checks that every area is what it was when its fence had returned.
+    fn unchanged(&self, rounds: &[(u64, End, Vec<u8>)]) -> Result<(), Fault> {
+        for (number, _, at_fence) in rounds {
+            // S1: not a byte.
+            if self.bytes(area(*number), AREA_BYTES)? != *at_fence {
+                return Err(Fault::Changed);
+            }
+        }
+        Ok(())
+    }
+
+    /// One writer, and what its area holds after the fence.
+    fn fence_one(
+        &self,
+        mode: Mode,
+        fence: Fence<'_>,
+        number: u64,
+    ) -> Result<(End, Vec<u8>), Fault> {
+        let Pair {
+            mut writer,
+            mut owner,
+        } = self.pair()?;
+        let area = area(number);
+        let mut windows = Vec::new();
+        let rkey = match mode {
+            Mode::Lane => self.region.rkey(),
+            Mode::Window => {
+                let mut window = MemoryWindow::new(&self.domain)?;
+                let rkey = self.bind(&mut owner, &mut window, area)?;
+                windows.push(window);
+                rkey
+            }
+        };
+        let target = Target {
+            offset: area,
+            rkey,
+            lkey: self.region.lkey(),
+        };
+        let flow = Flow::default();
+        // By a thread of its own: soft-RoCE sends within the call that posts.
+        let (wrote, at_fence) = thread::scope(|scope| {
+            let writing = scope.spawn(|| writer.write_on(target, &flow));
+            let at_fence = self.fence_flow(&flow, number, || fence(owner.queue_pair, windows));
+            flow.say(Flow::END);
+            (writing.join().expect("the writer does not panic"), at_fence)
+        });
+        wrote?;
+        Ok((writer, at_fence?))
+    }
+
+    /// Fences a writer as soon as it is in flow: in its first writes, or in those that follow its
+    /// first acknowledgement. What its area holds then.
+    fn fence_flow(
+        &self,
+        flow: &Flow,
+        number: u64,
+        fence: impl FnOnce() -> Result<(), VerbsError>,
+    ) -> Result<Vec<u8>, Fault> {
+        let want = if number.is_multiple_of(2) {
+            Flow::ACKNOWLEDGED
+        } else {
+            Flow::POSTING
+        };
+        let deadline = Instant::now() + self.time_limit;
+        while flow.state() < want {
+            if Instant::now() >= deadline {
+                return Err(Fault::Silent(self.time_limit));
+            }
+            thread::yield_now();
+        }
+        thread::sleep(PAUSE_STEP * u32::try_from(number).expect("rounds are few"));
+        let began = Instant::now();
+        fence()?;
+        let took = began.elapsed();
+        if took > self.time_limit {
+            return Err(Fault::Late(took));
+        }
+        self.bytes(area(number), AREA_BYTES)
+    }
+
+    fn bytes(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, Fault> {
+        let mut target = vec![0; index(bytes)];
+        self.memory.memory.read(offset, &mut target)?;
+        Ok(target)
+    }
+}
+
+/// Memory of this process alone.
+fn scratch() -> Result<Pool, Fault> {
+    let fd = create_sealed("fabric-probe", MEMORY_BYTES)?;
+    let memory = Mapping::read_write(&fd, MEMORY_BYTES)?;
+    let layout = Layout {
+        model: Tag([0; 32]),
+        regions: 1,
+        page_bytes: LONG_BYTES,
+        tokens_per_slot: 1,
+    };
+    // Nobody looks at it: a pool is what regions are made from.
+    let spec = PoolSpec {
+        layout,
+        slots: 1,
+        arrangement: Arrangement::RegionMajor,
+        context_tokens: 1,
+    };
+    Ok(Pool { spec, memory, fd })
+}
+
+/// Where a writer writes, and from what.
+#[derive(Clone, Copy)]
+struct Target {
+    offset: u64,
+    rkey: RKey,
+    lkey: u32,
+}
+
+impl Target {
+    fn add(self, chain: &mut SendChain, from: u64, bytes: u32) {
+        let Self { offset, rkey, lkey } = self;
+        let local = Local {
+            offset: from,
+            bytes,
+            lkey,
+        };
+        chain.write(WRITE, Signal::Yes, local, Remote { offset, rkey });
+    }
+}
+
+/// How far a writer is, and when it is to end.
+#[derive(Debug, Default)]
+struct Flow(AtomicU8);
+
+impl Flow {
+    /// About to post its first writes.
+    const POSTING: u8 = 1;
+    /// A write of it was acknowledged.
+    const ACKNOWLEDGED: u8 = 2;
+    const END: u8 = 3;
+
+    fn say(&self, state: u8) {
+        // Relaxed: no bytes hang on it.
+        self.0.fetch_max(state, Ordering::Relaxed);
+    }
+
+    fn state(&self) -> u8 {
+        // Relaxed: as above.
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+struct Pair {
+    writer: End,
+    owner: End,
+}
+
+impl Pair {
+    /// Messages that invalidate nothing, and must not be taken for one that does.
+    fn messages(&mut self) -> Result<(), Fault> {
+        let mut chain = SendChain::new();
+        chain.send_empty(MESSAGE, Signal::Yes);
+        self.message(&mut chain, Opcode::Receive)?;
+        chain.send_immediate(MESSAGE, Signal::Yes, NUMBER);
+        self.message(&mut chain, Opcode::ReceiveImmediate(NUMBER))
+    }
+
+    /// A message that invalidates a key, and must say so.
+    fn invalidate(&mut self, rkey: RKey) -> Result<(), Fault> {
+        let mut chain = SendChain::new();
+        chain.send_invalidate(MESSAGE, Signal::Yes, rkey);
+        self.message(&mut chain, Opcode::ReceiveInvalidate(rkey))
+    }
+
+    fn message(&mut self, chain: &mut SendChain, want: Opcode) -> Result<(), Fault> {
+        chain.post(&self.writer.queue_pair)?;
+        self.owner.told(want)?;
+        self.writer.told(Opcode::Send)
+    }
+}
+
+/// One end of a connection.
+struct End {
+    queue_pair: QueuePair,
+    completions: Arc<CompletionQueue>,
+    /// Completions that nobody has asked for yet.
+    taken: VecDeque<WorkCompletion>,
+    /// Writes that were posted and have not completed.
+    outstanding: usize,
+    time_limit: Duration,
+}
+
+impl End {
+    /// Posts writes, as many as there is room for, until it is told to end or one fails.
+    fn write_on(&mut self, target: Target, flow: &Flow) -> Result<(), Fault> {
+        let mut chain = SendChain::new();
+        let deadline = Instant::now() + self.time_limit + self.time_limit;
+        let mut count = 0;
+        while flow.state() < Flow::END && Instant::now() < deadline {
+            flow.say(Flow::POSTING);
+            if self.outstanding + CHAIN <= WRITES as usize {
+                for _ in 0..CHAIN {
+                    // Each brings other bytes to the same place: the last packet of any shows.
+                    let shift = u64::from(count % SHIFTS) * u64::from(SHIFT_BYTES);
+                    target.add(&mut chain, shift, LONG_BYTES);
+                    count += 1;
+                }
+                chain.post(&self.queue_pair)?;
+                self.outstanding += CHAIN;
+            }
+            self.poll()?;
+            if self
+                .taken
+                .iter()
+                .any(|completion| completion.result.is_err())
+            {
+                break;
+            }
+            if !self.taken.is_empty() {
+                flow.say(Flow::ACKNOWLEDGED);
+            }
+            self.outstanding -= self.taken.len();
+            self.taken.clear();
+        }
+        Ok(())
+    }
+
+    /// Waits until every write has completed, one way or the other.
+    fn finish(&mut self) -> Result<(), Fault> {
+        self.take(self.outstanding)
+    }
+
+    /// The next completion must be of this.
+    fn told(&mut self, want: Opcode) -> Result<(), Fault> {
+        match self.next()?.result {
+            Ok(got) if got == want => Ok(()),
+            Ok(got) => Err(Fault::Told { got, want }),
+            Err(status) => Err(Fault::Status(status)),
+        }
+    }
+
+    fn next(&mut self) -> Result<WorkCompletion, Fault> {
+        self.take(1)?;
+        Ok(self.taken.pop_front().expect("there is one, or no answer"))
+    }
+
+    /// Waits until there are `count` completions that nobody has asked for.
+    fn take(&mut self, count: usize) -> Result<(), Fault> {
+        let deadline = Instant::now() + self.time_limit;
+        loop {
+            self.poll()?;
+            if self.taken.len() >= count {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(Fault::Silent(self.time_limit));
+            }
+            thread::yield_now();
+        }
+    }
+
+    /// Takes in what there is.
+    fn poll(&mut self) -> Result<(), Fault> {
+        let mut room = Completions::new();
+        loop {
+            let before = self.taken.len();
+            self.taken.extend(self.completions.poll(&mut room)?);
+            if self.taken.len() == before {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Most completions of one end.
+fn capacity_of(capacity: &Capacity) -> u32 {
+    capacity.sends + capacity.receives
+}
+
+/// Where an area starts.
+fn area(number: u64) -> u64 {
+    SENT_BYTES + number * AREA_BYTES
+}
+
+fn index(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("scratch memory is small")
+}
+
+/// Fences of each mode. One that does nothing is found out at once. One that lacks only its barrier,
+/// so that now and then a packet is late, is found out by one probe of ten (measured on soft-RoCE).
+const ROUNDS: u64 = 16;
+
+/// Writes that a writer has outstanding: 8 MiB, a tenth of a millisecond or more of any port.
+const WRITES: u32 = 256;
+
+/// Writes that are posted at a time.
+const CHAIN: usize = 8;
+
+const _: () = assert!(CHAIN <= SendChain::MAX);
+
+/// Short, so that an area is read before what is late has landed.
+const LONG_BYTES: u32 = 32 << 10;
+
+const SHORT_BYTES: u32 = 4096;
+
+/// From where one write's bytes are to where the next's are, and how many times until the first's
+/// come again.
+const SHIFT_BYTES: u32 = 64;
+const SHIFTS: u32 = 1024;
+
+const AREA_BYTES: u64 = LONG_BYTES as u64;
+
+const SENT_BYTES: u64 = 128 << 10;
+
+const _: () = assert!((LONG_BYTES + SHIFTS * SHIFT_BYTES) as u64 <= SENT_BYTES);
+
+const MEMORY_BYTES: u64 = SENT_BYTES + ROUNDS * AREA_BYTES;
+
+/// Receives that an owner has posted.
+const MESSAGES: u32 = 8;
+
+/// Any number whose bytes differ.
+const NUMBER: u32 = 0x0102_0304;
+
+/// By how much each moment of a fence is later than that of the one before.
+const PAUSE_STEP: Duration = Duration::from_micros(30);
+
+/// For what is late to land.
+const SETTLE: Duration = Duration::from_millis(50);
+
+/// A device that works answers within microseconds, soft-RoCE in an emulated host within a second.
+const TIME_LIMIT: Duration = Duration::from_secs(5);
+
+// Ids of work requests, for whoever debugs one.
+const BIND: u64 = 1;
+const MESSAGE: u64 = 2;
+const RECEIVE: u64 = 3;
+const WRITE: u64 = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WINDOWS: &[Mode] = &[Mode::Window];
+
+    #[test]
+    fn ports_agree_on_modes_and_never_on_laxer_ones() {
+        let both = || vec![Mode::Window, Mode::Lane];
+        let (window, lane) = (|| vec![Mode::Window], || vec![Mode::Lane]);
+        let agree = |tried: &[Vec<Mode>], wanted: &[Mode]| {
+            agree((0..).zip(tried.iter().cloned()).collect(), wanted)
+        };
+        let all = agree(&[both(), both()], &both());
+        assert_eq!(all, (vec![0, 1], vec![], both()));
+        let some = agree(&[lane(), both(), window(), vec![]], &both());
+        assert_eq!(some, (vec![1, 2], vec![0, 3], window()));
+        let reversed = [Mode::Lane, Mode::Window];
+        let some = agree(&[lane(), both(), window()], &reversed);
+        assert_eq!(some, (vec![0, 1], vec![2], lane()));
+        let second = agree(&[lane(), vec![]], &both());
+        assert_eq!(second, (vec![0], vec![1], lane()));
+        let none = agree(&[vec![], vec![]], &both());
+        assert_eq!(none, (vec![], vec![0, 1], vec![]));
+    }
+
+    fn rail() -> Rail {
+        let mut rails = rails::discover(&[]).unwrap();
+        rails.pop().expect("a device")
+    }
+
+    fn refusal(outcome: Result<(), Refusal>) -> (Step, Fault) {
+        let Refusal { step, fault } = outcome.expect_err("it must be refused");
+        (step, fault)
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_device_that_keeps_the_rules_is_used_in_every_mode() {
+        let modes = [Mode::Window, Mode::Lane];
+        let began = Instant::now();
+        let proven = prove(rails::discover(&[]).unwrap(), &modes);
+        println!("the probe took {:?}", began.elapsed());
+        assert_eq!(proven.refused, [""; 0]);
+        assert_eq!(proven.modes, modes);
+        assert_eq!(proven.rails.len(), rails::discover(&[]).unwrap().len());
+    }
+
+    /// Fences of a test, which keeps what they should have destroyed: windows before queue pairs.
+    #[derive(Default)]
+    struct Kept {
+        windows: Vec<MemoryWindow>,
+        queue_pairs: Vec<QueuePair>,
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_fence_that_does_nothing_is_caught() {
+        let rail = rail();
+        for mode in [Mode::Window, Mode::Lane] {
+            let bench = Bench::new(&rail, rails::access(&[mode])).unwrap();
+            let mut kept = Kept::default();
+            let outcome = bench.try_fence(mode, &mut |queue_pair, windows| {
+                kept.windows.extend(windows);
+                kept.queue_pairs.push(queue_pair);
+                Ok(())
+            });
+            assert!(matches!(outcome, Err(Fault::Changed)), "{outcome:?}");
+        }
+    }
+
+    /// A single packet that lands after the fence, now and then, is seen.
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_fence_without_its_barrier_is_caught() {
+        let rail = rail();
+        let bench = Bench::new(&rail, rails::access(&[Mode::Lane])).unwrap();
+        let caught = (1..=200).find(|_| {
+            let mut kept = Kept::default();
+            let outcome = bench.try_fence(Mode::Lane, &mut |queue_pair, _none| {
+                let stopped = queue_pair.stop();
+                kept.queue_pairs.push(queue_pair);
+                stopped
+            });
+            matches!(outcome, Err(Fault::Changed))
+        });
+        println!("caught by probe number {caught:?}");
+        assert!(caught.is_some());
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_fence_that_fails_or_takes_too_long_is_caught() {
+        let rail = rail();
+        let mut bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        let error = VerbsError {
+            call: "ibv_destroy_qp",
+            code: 16,
+        };
+        let outcome = bench.try_fence(Mode::Window, &mut |queue_pair, windows| {
+            lanes::fence(queue_pair, windows)?;
+            Err(error)
+        });
+        assert!(
+            matches!(outcome, Err(Fault::Verbs(got)) if got == error),
+            "{outcome:?}"
+        );
+        bench.time_limit = Duration::from_secs(1);
+        let outcome = bench.try_fence(Mode::Window, &mut |queue_pair, windows| {
+            thread::sleep(Duration::from_millis(1100));
+            lanes::fence(queue_pair, windows)
+        });
+        assert!(matches!(outcome, Err(Fault::Late(_))), "{outcome:?}");
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_device_that_binds_no_windows_is_refused_for_them() {
+        let rail = rail();
+        // The region does not allow it: as for whoever cannot do it.
+        let bench = Bench::new(&rail, Access::LOCAL_WRITE).unwrap();
+        let (step, fault) = refusal(bench.try_windows());
+        assert_eq!(step, Step::Bind, "{fault}");
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_pool_that_its_own_key_opens_is_refused_for_windows() {
+        let rail = rail();
+        let access = rails::access(&[Mode::Window, Mode::Lane]);
+        let bench = Bench::new(&rail, access).unwrap();
+        let (step, fault) = refusal(bench.try_windows());
+        assert_eq!(step, Step::PoolKey, "{fault}");
+        assert!(matches!(fault, Fault::Accepted), "{fault}");
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_message_that_is_told_as_another_is_caught() {
+        let rail = rail();
+        let bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        let mut pair = bench.pair().unwrap();
+        let mut window = MemoryWindow::new(&bench.domain).unwrap();
+        let rkey = bench.bind(&mut pair.owner, &mut window, area(0)).unwrap();
+        // A plain message where an invalidation should be, and the other way round.
+        let mut chain = SendChain::new();
+        chain.send_empty(MESSAGE, Signal::Yes);
+        let want = Opcode::ReceiveInvalidate(rkey);
+        let fault = pair.message(&mut chain, want).unwrap_err();
+        let got = Opcode::Receive;
+        let is_so = |fault: &Fault, pair| matches!(fault, Fault::Told { got, want } if (*got, *want) == pair);
+        assert!(is_so(&fault, (got, want)), "{fault}");
+        pair.writer.told(Opcode::Send).unwrap();
+        chain.send_invalidate(MESSAGE, Signal::Yes, rkey);
+        let fault = pair.message(&mut chain, got).unwrap_err();
+        assert!(is_so(&fault, (want, got)), "{fault}");
+        pair.writer.told(Opcode::Send).unwrap();
+        // And one of another key than was told.
+        let next = bench.bind(&mut pair.owner, &mut window, area(0)).unwrap();
+        chain.send_invalidate(MESSAGE, Signal::Yes, next);
+        let fault = pair.message(&mut chain, want).unwrap_err();
+        let got = Opcode::ReceiveInvalidate(next);
+        assert!(is_so(&fault, (got, want)), "{fault}");
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_write_that_lands_where_it_must_not_is_caught() {
+        let rail = rail();
+        let bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        let mut pair = bench.pair().unwrap();
+        let mut window = MemoryWindow::new(&bench.domain).unwrap();
+        let rkey = bench.bind(&mut pair.owner, &mut window, area(0)).unwrap();
+        let fault = bench.refused(&mut pair, 0, area(0), rkey).unwrap_err();
+        assert!(matches!(fault, Fault::Accepted), "{fault}");
+        bench.settled(&[(area(0), 0)]).unwrap();
+        for wrong in [&[][..], &[(area(0), 64)], &[(area(1), 0)]] {
+            let fault = bench.settled(wrong).unwrap_err();
+            assert!(matches!(fault, Fault::Changed), "{fault}");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_device_that_does_not_answer_is_refused_in_time() {
+        let rail = rail();
+        let mut bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        bench.time_limit = Duration::from_millis(50);
+        let mut pair = bench.pair().unwrap();
+        let fault = pair.owner.told(Opcode::Receive).unwrap_err();
+        assert!(matches!(fault, Fault::Silent(_)), "{fault}");
+        // Nobody takes the write: it is not refused, which would be an answer.
+        bench.time_limit = TIME_LIMIT * 4;
+        let mut pair = bench.pair().unwrap();
+        pair.owner.queue_pair.stop().unwrap();
+        let rkey = bench.region.rkey();
+        let fault = bench.refused(&mut pair, 0, area(0), rkey).unwrap_err();
+        let want = Status::RETRIES_EXCEEDED;
+        assert!(
+            matches!(fault, Fault::Status(got) if got == want),
+            "{fault}"
+        );
+    }
+}
