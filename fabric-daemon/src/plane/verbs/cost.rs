@@ -1,6 +1,6 @@
-//! What a page costs the verbs thread: both ends of a transfer, turned by hand on one thread, so that
-//! the same is done every time and nothing is waited for. `tests/rdma/instructions` counts it, over
-//! a device that does nothing; on any other this is one more test.
+//! What a page costs the verbs thread: both ends of a transfer, turned by hand on one thread, so
+//! that the same is done every time and nothing is waited for. `tests/rdma/instructions` counts it,
+//! over a device that does nothing; on any other this is one more test.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
