@@ -62,8 +62,8 @@ impl Host {
         }
     }
 
-    /// The two hosts of a test: another one, by `FABRIC_TEST_AGENT=IP:PORT`, and this one, which the
-    /// other reaches by `FABRIC_TEST_IP`.
+    /// The two hosts of a test: another one, by `FABRIC_TEST_AGENT=IP:PORT`, and this one, which
+    /// the other reaches by `FABRIC_TEST_IP`.
     ///
     /// # Errors
     ///

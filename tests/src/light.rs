@@ -232,7 +232,8 @@ pub async fn finish(lease: ReceiveLease, held: HeldLease, job: &Job) -> Result<E
     })
 }
 
-/// Leases the slots that a job names for another tenant, as soon as the daemon gives them out again.
+/// Leases the slots that a job names for another tenant, as soon as the daemon gives them out
+/// again.
 ///
 /// # Errors
 ///

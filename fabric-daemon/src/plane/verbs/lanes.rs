@@ -227,9 +227,9 @@ impl Lane {
         self.groups.is_empty()
     }
 
-    /// The fence: takes back whatever the peer could do through this lane, which ends with it. Needs
-    /// nobody's help, whatever state the lane is in. The evidence is for the leg that it carried, if
-    /// it carried one.
+    /// The fence: takes back whatever the peer could do through this lane, which ends with it.
+    /// Needs nobody's help, whatever state the lane is in. The evidence is for the leg that it
+    /// carried, if it carried one.
     pub(super) fn revoke(
         self,
         rails: &mut [Rail],
@@ -290,8 +290,8 @@ impl Revoked {
     }
 }
 
-/// The recipe of every fence, which the probe at start-up tries on each port: ends whatever the peer
-/// of a queue pair may still do through it and its windows.
+/// The recipe of every fence, which the probe at start-up tries on each port: ends whatever the
+/// peer of a queue pair may still do through it and its windows.
 ///
 /// 1. The queue pair goes to `Error`: no new packet is taken in.
 /// 2. The windows are destroyed: no key opens the slots. Before the queue pair, since soft-RoCE

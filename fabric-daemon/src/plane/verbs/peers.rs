@@ -661,7 +661,8 @@ impl Worker {
         }
     }
 
-    /// Destroys a lane that carries nothing of a grant of ours that is not drained. What was posted reads no memory after it.
+    /// Destroys a lane that carries nothing of a grant of ours that is not drained. What was posted
+    /// reads no memory after it.
     pub(super) fn destroy_lane(&mut self, key: LaneKey) {
         if let Some(lane) = self.lanes.remove(key) {
             self.forget_lane(key, &lane);

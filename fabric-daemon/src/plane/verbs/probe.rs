@@ -428,8 +428,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Fences writers in full flow, each in an area of its own. Their ends are kept, so each of them
-    /// goes on trying until the last has been fenced.
+    /// Fences writers in full flow, each in an area of its own. Their ends are kept, so each of
+    /// them goes on trying until the last has been fenced.
     fn try_fence(&self, mode: Mode, fence: Fence<'_>) -> Result<(), Fault> {
         let mut rounds = Vec::new();
         for number in 0..ROUNDS {
@@ -730,8 +730,9 @@ fn index(bytes: u64) -> usize {
     usize::try_from(bytes).expect("scratch memory is small")
 }
 
-/// Fences of each mode. One that does nothing is found out at once. One that lacks only its barrier,
-/// so that now and then a packet is late, is found out by one probe of ten (measured on soft-RoCE).
+/// Fences of each mode. One that does nothing is found out at once. One that lacks only its
+/// barrier, so that now and then a packet is late, is found out by one probe of ten (measured on
+/// soft-RoCE).
 const ROUNDS: u64 = 16;
 
 /// Writes that a writer has outstanding: 8 MiB, a tenth of a millisecond or more of any port.
@@ -931,7 +932,10 @@ mod tests {
         let want = Opcode::ReceiveInvalidate(rkey);
         let fault = pair.message(&mut chain, want).unwrap_err();
         let got = Opcode::Receive;
-        let is_so = |fault: &Fault, pair| matches!(fault, Fault::Told { got, want } if (*got, *want) == pair);
+        let is_so = |fault: &Fault, pair| match fault {
+            Fault::Told { got, want } => (*got, *want) == pair,
+            _ => false,
+        };
         assert!(is_so(&fault, (got, want)), "{fault}");
         pair.writer.told(Opcode::Send).unwrap();
         chain.send_invalidate(MESSAGE, Signal::Yes, rkey);

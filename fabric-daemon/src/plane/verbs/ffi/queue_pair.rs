@@ -280,7 +280,8 @@ const NOT_READY_RETRIES: u8 = 7;
 /// 4.096 µs × 2^14 = 67 ms; times the retries: a dead peer is noticed within a second or a few.
 const ACKNOWLEDGE_WAIT: u8 = 14;
 
-/// Not 7, the most that there is: soft-RoCE takes that for ever, as it is in `rnr_retry` (measured).
+/// Not 7, the most that there is: soft-RoCE takes that for ever, as it is in `rnr_retry`
+/// (measured).
 const RETRIES_MAX: u8 = 6;
 
 const HOPS_MAX: u8 = 64;
