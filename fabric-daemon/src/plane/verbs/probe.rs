@@ -932,9 +932,11 @@ mod tests {
         let want = Opcode::ReceiveInvalidate(rkey);
         let fault = pair.message(&mut chain, want).unwrap_err();
         let got = Opcode::Receive;
-        let is_so = |fault: &Fault, pair| match fault {
-            Fault::Told { got, want } => (*got, *want) == pair,
-            _ => false,
+        let is_so = |fault: &Fault, pair| {
+            let Fault::Told { got, want } = fault else {
+                return false;
+            };
+            (*got, *want) == pair
         };
         assert!(is_so(&fault, (got, want)), "{fault}");
         pair.writer.told(Opcode::Send).unwrap();
