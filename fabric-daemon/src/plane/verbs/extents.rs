@@ -93,6 +93,9 @@ impl Reach {
     pub(super) fn share(&mut self, legs_max: usize, extents_max: usize) -> usize {
         let total: u64 = self.extents.iter().map(|one| self.extent_bytes(one)).sum();
         let legs = (total / LEG_BYTES_MIN).clamp(1, legs_max.max(1) as u64);
+        if legs == 1 {
+            return self.extents.len().min(1); // Nothing to share: extents stay whole.
+        }
         let whole = std::mem::take(&mut self.extents);
         let mut cuts_left = extents_max.saturating_sub(whole.len());
         let per_leg = (total / (legs * STRIPE_BYTES_MIN)).min((cuts_left as u64 + 1) / legs);
