@@ -377,18 +377,21 @@ impl Metrics {
                 .with_label_values(&[kind])
                 .set(signed(*count));
         }
-        let before = self.verbs_failovers.get();
-        let more = gauges.verbs_failovers.saturating_sub(before);
-        self.verbs_failovers.inc_by(more);
+        catch_up(&self.verbs_failovers, gauges.verbs_failovers);
         for (plane, refused) in gauges.refused {
             let counter = self
                 .plane_writers_refused
                 .with_label_values(&[plane_label(plane)]);
-            counter.inc_by(refused.saturating_sub(counter.get()));
+            catch_up(&counter, refused);
         }
         let text = TextEncoder::new().encode_to_string(&self.registry.gather());
         text.expect("names and labels are of the right form, as the tests see")
     }
+}
+
+/// Brings a counter to what was counted elsewhere. It never goes back.
+fn catch_up(counter: &IntCounter, count: u64) {
+    counter.inc_by(count.saturating_sub(counter.get()));
 }
 
 /// Slots by the names that the metrics and the admin page give their states.

@@ -167,8 +167,13 @@ impl Host {
 }
 
 fn send_line(agent: &mut StdTcpStream, request: &Request) -> Result<()> {
-    let line = serde_json::to_string(request).context("write a request")? + "\n";
-    agent.write_all(line.as_bytes()).context("ask the agent")
+    agent
+        .write_all(line(request)?.as_bytes())
+        .context("ask the agent")
+}
+
+fn line(request: &Request) -> Result<String> {
+    Ok(serde_json::to_string(request).context("write a request")? + "\n")
 }
 
 /// Serves requests for ever.
@@ -302,7 +307,7 @@ pub async fn run_on(agent: SocketAddr, program: &Path, arguments: Vec<String>) -
         arguments,
         environment: std::env::vars().filter(|(name, _)| kept(name)).collect(),
     };
-    let line = serde_json::to_string(&request).context("write a request")? + "\n";
+    let line = line(&request)?;
     writing.write_all(line.as_bytes()).await.context("ask")?;
     let (sender, mut frames) = mpsc::channel(FRAMES_MAX);
     // A thread, as what it waits for cannot be given up.

@@ -7,6 +7,7 @@
 //! - [`completions`]: a client of the thin engine.
 //! - [`child`]: helper processes that are driven over their standard input and output.
 //! - [`host`]: other hosts, virtual ones for instance, and processes on them.
+//! - [`real_model`]: the real model on one node and on two.
 //! - [`world`]: two daemons and two engines, each a process that can be killed.
 
 #![forbid(unsafe_code)]
@@ -19,4 +20,5 @@ pub mod light;
 pub mod programs;
 pub mod proxy;
 pub mod random;
+pub mod real_model;
 pub mod world;

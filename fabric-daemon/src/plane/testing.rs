@@ -348,6 +348,17 @@ impl Pair {
         self.source.open(grant, self.out, from);
     }
 
+    /// Drains a grant: everything was delivered, and every byte of the pool is the shadow's.
+    pub(super) async fn drain(&mut self, grant: u64, shadow: &[u8]) {
+        self.source.drain(grant);
+        self.source.wait_reads_stopped(grant).await;
+        assert_eq!(
+            self.target.wait_writes_stopped(grant).await,
+            StoppedBy::Drain
+        );
+        assert!(self.target.contents() == shadow, "every byte of the pool");
+    }
+
     /// Checks that each attempt ended once, and each grant.
     pub(super) async fn finish(&mut self, grants: RangeInclusive<u64>) {
         self.source.settle().await;
@@ -412,13 +423,7 @@ pub(super) async fn delivers_exact_bytes(pair: &mut Pair) {
             copy(&spec, &source, &mut shadow, &from, &to, run);
             bytes += u64::from(run.count) * u64::from(page_bytes);
         }
-        pair.source.drain(grant);
-        pair.source.wait_reads_stopped(grant).await;
-        assert_eq!(
-            pair.target.wait_writes_stopped(grant).await,
-            StoppedBy::Drain
-        );
-        assert!(pair.target.contents() == shadow, "every byte of the pool");
+        pair.drain(grant, &shadow).await;
         assert_eq!(pair.source.written(grant), bytes);
     }
     pair.finish(1..=40).await;

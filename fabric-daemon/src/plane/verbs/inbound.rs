@@ -364,13 +364,6 @@ impl Worker {
         self.tell(link, message);
     }
 
-    fn tell(&mut self, link: LinkId, message: Message) {
-        let peer = self.links.get(&link);
-        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
-            peer.tell(message);
-        }
-    }
-
     /// Tells the peer's plane the keys, and the machine that the grant is armed.
     fn open(&mut self, grant: GrantId) {
         let inbound = self.grants.get_mut(&grant).expect("the caller has it");
@@ -589,8 +582,7 @@ impl Worker {
     }
 
     fn wait_no_more(&mut self, grant: GrantId, link: LinkId) {
-        let peer = self.links.get(&link);
-        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
+        if let Some(peer) = self.peer_at(link) {
             peer.waiting.retain(|waiter| match waiter {
                 Waiter::Grant(other) | Waiter::Leg(other, _) => *other != grant,
             });

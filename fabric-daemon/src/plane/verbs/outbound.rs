@@ -217,11 +217,7 @@ impl Worker {
         let Some(transfer) = self.awaiting.get(&(link, grant)).copied() else {
             return;
         };
-        let peer = self
-            .links
-            .get(&link)
-            .and_then(|key| self.peers.get_mut(key));
-        let Some(peer) = peer else {
+        let Some(peer) = self.peer_at(link) else {
             return;
         };
         let reached = peer.take_reach(grant, transfer);
@@ -590,7 +586,8 @@ impl Worker {
         self.awaiting.retain(|_, other| *other != transfer);
         if writer.route.is_some() {
             // Before its lanes go, so that the peer looks for no others.
-            self.give_up(writer.source.grant(), writer.link);
+            let grant = writer.source.grant();
+            self.tell(writer.link, Message::GivenUp { grant });
         }
         for leg in writer.route.iter().flat_map(|route| &route.legs) {
             match leg.way {
@@ -610,13 +607,6 @@ impl Worker {
                 writer.source.fail();
             }
             None => drop(writer),
-        }
-    }
-
-    fn give_up(&mut self, grant: GrantId, link: LinkId) {
-        let peer = self.links.get(&link);
-        if let Some(peer) = peer.and_then(|key| self.peers.get_mut(key)) {
-            peer.tell(Message::GivenUp { grant });
         }
     }
 

@@ -10,7 +10,7 @@ use tracing::{debug, info, warn};
 
 use super::codec::{LaneNumber, LaneOffer, LegNumber, Message, RailAddress};
 use super::extents::Reach;
-use super::ffi::{RKey, Route, Signal, VerbsError};
+use super::ffi::{RKey, Signal, VerbsError};
 use super::inbound::Waiter;
 use super::lanes::{Kind, Lane, LaneKey, RECEIVES, Side, State};
 use super::worker::{Order, Worker};
@@ -186,6 +186,19 @@ impl Worker {
         if let Some(peer) = self.peers.get_mut(&key) {
             peer.link = Some(link);
             self.links.insert(link, key);
+        }
+    }
+
+    /// The peer at the other end of a link.
+    pub(super) fn peer_at(&mut self, link: LinkId) -> Option<&mut Peer> {
+        let key = self.links.get(&link)?;
+        self.peers.get_mut(key)
+    }
+
+    /// Tells the peer at the other end of a link something, if there is one.
+    pub(super) fn tell(&mut self, link: LinkId, message: Message) {
+        if let Some(peer) = self.peer_at(link) {
+            peer.tell(message);
         }
     }
 
@@ -394,7 +407,7 @@ impl Worker {
         let Some(lane) = self.lanes.lend(key) else {
             return;
         };
-        let route = self.route(lane.rail, address, theirs, lane.first);
+        let route = self.rails[lane.rail].route(address, theirs, lane.first);
         let inbox = Arc::clone(&self.inbox);
         self.runtime.spawn_blocking(move || {
             let result = lane.connect(&route);
@@ -733,21 +746,6 @@ impl Worker {
         *place.ok_or(PeerError::Grant(grant))? = lane;
         let can_be = granted.reach.rekey(leg, &keys);
         can_be.then_some(()).ok_or(PeerError::Grant(grant))
-    }
-
-    fn route(&self, rail: usize, peer: RailAddress, theirs: (u32, u32), our_first: u32) -> Route {
-        let rail = &self.rails[rail];
-        Route {
-            port: rail.port,
-            gid_index: rail.gid.index,
-            mtu: rail.address.mtu.min(peer.mtu),
-            is_global: rail.address.is_ethernet,
-            gid: peer.gid,
-            lid: peer.lid,
-            number: theirs.0,
-            their_first: theirs.1,
-            our_first,
-        }
     }
 }
 

@@ -10,7 +10,7 @@ use super::Mode;
 use super::codec::{RAILS_MAX, RailAddress};
 use super::ffi::{
     Access, CompletionChannel, CompletionQueue, Context, GidEntry, GidKind, Limits, MemoryRegion,
-    MemoryWindow, ProtectionDomain, VerbsError, device_names,
+    MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
 };
 use super::lanes::LANE_COMPLETIONS;
 use crate::plane::pools::Pool;
@@ -81,6 +81,22 @@ impl Rail {
     /// Has pools registered for these modes from now on.
     pub(super) fn allow(&mut self, modes: &[Mode]) {
         self.access = access(modes);
+    }
+
+    /// The way from a queue pair here, whose first packet has the number `our_first`, to one of a
+    /// peer's port: `theirs` are its number and that of its first packet.
+    pub(super) fn route(&self, peer: RailAddress, theirs: (u32, u32), our_first: u32) -> Route {
+        Route {
+            port: self.port,
+            gid_index: self.gid.index,
+            mtu: self.address.mtu.min(peer.mtu),
+            is_global: self.address.is_ethernet,
+            gid: peer.gid,
+            lid: peer.lid,
+            number: theirs.0,
+            their_first: theirs.1,
+            our_first,
+        }
     }
 
     pub(super) fn device(&self) -> &str {

@@ -55,13 +55,7 @@ async fn striped_transfers_deliver_exact_bytes(modes: &[Mode]) {
             pair.source.write(grant, run);
             testing::copy(&spec, &source, &mut shadow, &from, &to, run);
         }
-        pair.source.drain(grant);
-        pair.source.wait_reads_stopped(grant).await;
-        assert_eq!(
-            pair.target.wait_writes_stopped(grant).await,
-            StoppedBy::Drain
-        );
-        assert!(pair.target.contents() == shadow, "every byte of the pool");
+        pair.drain(grant, &shadow).await;
         assert_eq!(pair.source.written(grant), 3 * 32 * (32 << 10));
         if grant == 6 {
             tokio::time::sleep(Duration::from_secs(2)).await;
@@ -273,13 +267,7 @@ async fn transfers_outlive_a_port() {
         }
         tokio::time::sleep(Duration::from_micros(random.next() % 200_000)).await;
         set_link("eth1", "down");
-        pair.source.drain(grant);
-        pair.source.wait_reads_stopped(grant).await;
-        assert_eq!(
-            pair.target.wait_writes_stopped(grant).await,
-            StoppedBy::Drain
-        );
-        assert!(pair.target.contents() == shadow, "every byte of the pool");
+        pair.drain(grant, &shadow).await;
         set_link("eth1", "up");
         failovers = planes[1].failovers();
     }
