@@ -9,8 +9,8 @@ use tracing::{info, warn};
 use super::Mode;
 use super::codec::{RAILS_MAX, RailAddress};
 use super::ffi::{
-    Access, CompletionChannel, CompletionQueue, Context, GidEntry, GidKind, Limits, MemoryRegion,
-    MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
+    Access, CompletionChannel, CompletionQueue, Completions, Context, GidEntry, GidKind, Limits,
+    MemoryRegion, MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
 };
 use super::lanes::LANE_COMPLETIONS;
 use crate::plane::pools::Pool;
@@ -36,9 +36,19 @@ pub(super) struct Rail {
 #[derive(Debug)]
 struct Queue {
     completions: Arc<CompletionQueue>,
-    /// Completions that its lanes may have outstanding at most. Never above its capacity: so the
-    /// queue cannot overflow.
+    /// Completions that its lanes may have outstanding at most. With those that are stale never
+    /// above its capacity: so the queue cannot overflow.
     reserved: u32,
+    /// Completions that lanes which are gone may have left in it.
+    stale: u32,
+    /// How many have to be taken until these surely are: they come in order.
+    stale_until: u32,
+}
+
+impl Queue {
+    fn has_room(&self) -> bool {
+        self.reserved + self.stale + LANE_COMPLETIONS <= self.completions.capacity()
+    }
 }
 
 impl Rail {
@@ -105,9 +115,7 @@ impl Rail {
 
     /// A queue with room for one more lane.
     pub(super) fn reserve(&mut self) -> Result<Arc<CompletionQueue>, VerbsError> {
-        let has_room =
-            |queue: &&mut Queue| queue.reserved + LANE_COMPLETIONS <= queue.completions.capacity();
-        if let Some(queue) = self.queues.iter_mut().find(has_room) {
+        if let Some(queue) = self.queues.iter_mut().find(|queue| queue.has_room()) {
             queue.reserved += LANE_COMPLETIONS;
             return Ok(Arc::clone(&queue.completions));
         }
@@ -117,16 +125,39 @@ impl Rail {
         self.queues.push(Queue {
             completions: Arc::clone(&completions),
             reserved: LANE_COMPLETIONS,
+            stale: 0,
+            stale_until: 0,
         });
         Ok(completions)
     }
 
-    /// A lane of this queue is gone.
+    /// A lane of this queue is gone. Its receives were flushed, and some devices leave that in the
+    /// queue.
     pub(super) fn release(&mut self, completions: &Arc<CompletionQueue>) {
         let of_lane = |queue: &&mut Queue| Arc::ptr_eq(&queue.completions, completions);
         if let Some(queue) = self.queues.iter_mut().find(of_lane) {
             queue.reserved -= LANE_COMPLETIONS;
+            queue.stale += LANE_COMPLETIONS;
+            queue.stale_until = queue.completions.capacity();
         }
+    }
+
+    /// So many completions of a queue were taken.
+    pub(super) fn took(&mut self, index: usize, count: usize) {
+        let Some(queue) = self.queues.get_mut(index) else {
+            return;
+        };
+        let taken = u32::try_from(count).expect("one poll takes few");
+        queue.stale_until = queue.stale_until.saturating_sub(taken);
+        if count < Completions::MAX || queue.stale_until == 0 {
+            queue.stale = 0;
+        }
+    }
+
+    /// Whether what lanes that are gone have left should be taken before more of them go.
+    pub(super) fn is_crowded(&self) -> bool {
+        let is_crowded = |queue: &Queue| queue.stale > queue.completions.capacity() / 4;
+        self.queues.iter().any(is_crowded)
     }
 
     pub(super) fn queues(&self) -> impl Iterator<Item = &Arc<CompletionQueue>> {

@@ -198,6 +198,10 @@ impl Worker {
                 return Turn::Stopped;
             }
             self.obey(order);
+            // Peers say how many lanes come and go.
+            while self.rails.iter().any(Rail::is_crowded) {
+                self.poll();
+            }
         }
         worked |= self.poll();
         let now = Instant::now();
@@ -305,6 +309,7 @@ impl Worker {
                 let mut room = Completions::new();
                 match queue.poll(&mut room) {
                     Ok(polled) => {
+                        self.rails[rail].took(index - 1, polled.len());
                         for completion in polled {
                             worked = true;
                             self.completed(completion);
@@ -469,6 +474,8 @@ impl Worker {
                 self.break_lanes(context, None, "the device is lost");
             }
             AsyncEvent::Other(kind) => debug!(device, kind, "a device's event"),
+            // Completions are lost, and with them who waits for them.
+            AsyncEvent::QueueFull => panic!("a completion queue of {device} overflows"),
         }
     }
 

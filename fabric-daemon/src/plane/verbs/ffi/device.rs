@@ -84,6 +84,8 @@ pub(crate) enum AsyncEvent {
     PortActive(u8),
     /// This port can not be used.
     PortDown(u8),
+    /// A completion queue has lost completions.
+    QueueFull,
     /// Anything else; M: the numbers of ibv_get_async_event(3).
     Other(u32),
 }
@@ -197,6 +199,7 @@ impl Context {
         // M: libibverbs counts ports from 1, in 8 bits.
         let port = u8::try_from(event.port).unwrap_or(0);
         Ok(match event.kind {
+            0 => AsyncEvent::QueueFull,
             8 => AsyncEvent::DeviceFatal,
             9 => AsyncEvent::PortActive(port),
             10 => AsyncEvent::PortDown(port),
