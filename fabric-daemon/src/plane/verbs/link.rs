@@ -7,7 +7,7 @@ use std::time::Duration;
 use quinn::{Connection, ConnectionError, RecvStream, SendStream, VarInt, WriteError};
 use thiserror::Error;
 use tokio::sync::{Semaphore, mpsc, oneshot};
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::Opener;
 use super::codec::{self, Message, RailAddress, ReceiveError};
@@ -134,8 +134,10 @@ async fn serve(
     };
     let send = async {
         while let Some(message) = outbox.recv().await {
-            if let Err(error) = codec::send(&mut sending, &message).await {
-                return debug!(peer = peer.0, "a peer's plane: {error}");
+            match tokio::time::timeout(LISTEN_WAIT, codec::send(&mut sending, &message)).await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => return debug!(peer = peer.0, "a peer's plane: {error}"),
+                Err(_) => return warn!(peer = peer.0, "a peer's plane does not listen"),
             }
         }
     };
@@ -152,6 +154,9 @@ const MESSAGES_MAX: usize = 4096;
 /// Time for every lane to be connected and tried. A port that nobody answers at is given up by the
 /// device after a few seconds, so this is for the stream rather.
 const PATH_WAIT: Duration = Duration::from_secs(5);
+
+/// A peer that takes not one message in so long is cut off.
+const LISTEN_WAIT: Duration = Duration::from_secs(5);
 
 /// For the peer's log.
 const CODE_PLANE_ENDED: u32 = 100;

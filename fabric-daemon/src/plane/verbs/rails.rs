@@ -98,7 +98,7 @@ impl Rail {
     pub(super) fn route(&self, peer: RailAddress, theirs: (u32, u32), our_first: u32) -> Route {
         Route {
             port: self.port,
-            gid_index: self.gid.index,
+            gid_index: self.gid_index(),
             mtu: self.address.mtu.min(peer.mtu),
             is_global: self.address.is_ethernet,
             gid: peer.gid,
@@ -111,6 +111,21 @@ impl Rail {
 
     pub(super) fn device(&self) -> &str {
         self.domain.context().name()
+    }
+
+    /// Where the port's address is in the port's table now: elsewhere than before, once it has been
+    /// taken away and given back.
+    fn gid_index(&self) -> u8 {
+        let context = self.domain.context();
+        let is_at = |index: &u8| {
+            let found = context.gid(self.port, *index);
+            found.is_some_and(|entry| (entry.gid, entry.kind) == (self.gid.gid, self.gid.kind))
+        };
+        let gids = context.port(self.port).map_or(0, |port| port.gids);
+        let all = 0..u8::try_from(gids).unwrap_or(u8::MAX);
+        // First where it was. With none the caller hears of it from the device.
+        let mut likely_first = [self.gid.index].into_iter().chain(all);
+        likely_first.find(is_at).unwrap_or(self.gid.index)
     }
 
     /// A queue with room for one more lane.
