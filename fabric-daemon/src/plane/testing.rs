@@ -30,10 +30,15 @@ fn endpoint(server: Option<ServerConfig>) -> Endpoint {
 
 /// Two ends of a connection on loopback, configured as links are.
 pub(super) async fn connect() -> (Connection, Connection) {
+    connect_with(16 << 20).await
+}
+
+/// As [`connect`], with so many bytes under way on a stream at most.
+pub(super) async fn connect_with(stream_bytes: u64) -> (Connection, Connection) {
     let certified = rcgen::generate_simple_self_signed(vec!["node".into()]).unwrap();
     let certificate = certified.cert.der().clone();
     let key = PrivatePkcs8KeyDer::from(certified.signing_key.serialize_der());
-    let transport = Arc::new(transport_config(16 << 20));
+    let transport = Arc::new(transport_config(stream_bytes));
     let mut server = ServerConfig::with_single_cert(vec![certificate.clone()], key.into()).unwrap();
     server.transport_config(Arc::clone(&transport));
     let mut roots = rustls::RootCertStore::empty();

@@ -16,7 +16,6 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
 
 use fabric_proto::ids::{GrantId, TransferId};
 use rustls::crypto::ring::default_provider;
@@ -90,8 +89,6 @@ pub(super) struct Lane {
     pub(super) place: usize,
     pub(super) number: LaneNumber,
     pub(super) side: Side,
-    /// At the destination: since when it is known to carry messages.
-    pub(super) probed_at: Option<Instant>,
     /// At the source: who gets the lane when the drain of who has it is acknowledged.
     pub(super) next: Option<LegOfWriter>,
     /// The number of our first packet.
@@ -182,7 +179,6 @@ impl Lane {
             place: 0,
             number,
             side,
-            probed_at: None,
             next: None,
             first,
             groups: VecDeque::with_capacity(SENDS_MAX as usize),

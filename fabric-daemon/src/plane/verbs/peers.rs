@@ -487,8 +487,11 @@ impl Worker {
         if found.side != Side::Destination(State::Probing) {
             return;
         }
-        found.probed_at = Some(Instant::now());
         let (peer, place) = (found.peer, found.place);
+        if let Some(peer) = self.peers.get_mut(&peer) {
+            let failures = &mut peer.places[place].failures;
+            *failures = (*failures).min(FAILURES_PROBED_MAX);
+        }
         self.lane_idle(lane);
         self.decide(peer, place, true);
     }
@@ -700,10 +703,7 @@ impl Worker {
         }
         peer.ours.remove(&number);
         peer.idle.retain(|other| *other != key);
-        let has_lasted = |since: Instant| since.elapsed() > OFFER_PAUSE_MAX;
-        if matches!(lane.side, Side::Destination(State::Busy(..)))
-            || lane.probed_at.is_some_and(has_lasted)
-        {
+        if matches!(lane.side, Side::Destination(State::Busy(..))) {
             peer.places[lane.place].failures = 0;
         }
         self.place_failed(peer_key, lane.place);
@@ -750,7 +750,7 @@ impl Worker {
 }
 
 /// How long after a lane came to nothing the next one is offered: each time twice as long. One that
-/// carried a grant, or was there for a while, is replaced at once: a fence takes a lane.
+/// carried a grant is replaced at once: a fence takes a lane.
 fn offer_pause(failures: u32) -> Duration {
     let pause = OFFER_PAUSE.saturating_mul(2_u32.saturating_pow(failures));
     pause.min(OFFER_PAUSE_MAX)
@@ -797,6 +797,9 @@ const OFFER_PAUSE: Duration = Duration::from_millis(10);
 /// Between lanes that come to nothing, at most. To make one takes some of the thread's time: where
 /// the peer's port is down its address has to be looked for.
 const OFFER_PAUSE_MAX: Duration = Duration::from_secs(30);
+
+/// Where the last lane has carried a message, its way is good: the next one comes soon.
+const FAILURES_PROBED_MAX: u32 = 3;
 
 /// Lanes that one peer may offer.
 const LANES_MAX: usize = 1024;

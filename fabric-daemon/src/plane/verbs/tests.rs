@@ -7,10 +7,12 @@ use std::time::Duration;
 use fabric_proto::host::StoppedBy;
 use fabric_proto::ids::TransferId;
 
-mod legs;
-
 use super::*;
 use crate::plane::testing::{self, Event, Pair, Random, Side};
+
+mod hostile;
+mod legs;
+mod port;
 
 const OUT: LinkId = LinkId(1);
 const BACK: LinkId = LinkId(2);
@@ -44,6 +46,14 @@ fn settings(modes: &[Mode]) -> VerbsSettings {
     }
 }
 
+/// Where a second port of the host would only be in the way.
+fn on_one_port(modes: &[Mode]) -> VerbsSettings {
+    VerbsSettings {
+        devices: vec!["rxe0".to_owned()],
+        ..settings(modes)
+    }
+}
+
 fn side(settings: VerbsSettings, faults: &Arc<Faults>) -> (Side, Arc<VerbsPlane>) {
     let mut plane = None;
     let side = Side::new(|pools, events| {
@@ -52,6 +62,12 @@ fn side(settings: VerbsSettings, faults: &Arc<Faults>) -> (Side, Arc<VerbsPlane>
         Shared(Arc::clone(plane.insert(Arc::new(made))))
     });
     (side, plane.unwrap())
+}
+
+/// Shown where a test fails.
+fn log() {
+    let log = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG);
+    let _first = log.with_ansi(false).with_test_writer().try_init();
 }
 
 /// Both planes are given as well.
@@ -63,9 +79,7 @@ async fn planes_with(
     settings: VerbsSettings,
     faults: &Arc<Faults>,
 ) -> (Pair, [Arc<VerbsPlane>; 2]) {
-    // Shown where a test fails.
-    let log = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG);
-    let _first = log.with_ansi(false).with_test_writer().try_init();
+    log();
     let (source, here) = side(settings.clone(), faults);
     let (target, there) = side(settings, faults);
     let (out, back) = testing::connect().await;

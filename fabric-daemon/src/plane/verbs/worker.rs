@@ -459,8 +459,8 @@ impl Worker {
     fn device_event(&mut self, context: &Arc<Context>, event: AsyncEvent) {
         let device = context.name();
         match event {
-            AsyncEvent::PortActive(port) => {
-                info!(device, port, "the port is up");
+            AsyncEvent::PortActive(port) | AsyncEvent::AddressesChanged(port) => {
+                info!(device, port, "the port is up, or has another address");
                 for rail in self.rails_of(context, Some(port)) {
                     self.rail_up(rail);
                 }

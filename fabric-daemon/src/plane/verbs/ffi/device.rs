@@ -84,6 +84,8 @@ pub(crate) enum AsyncEvent {
     PortActive(u8),
     /// This port can not be used.
     PortDown(u8),
+    /// The addresses of this port are others than before.
+    AddressesChanged(u8),
     /// A completion queue has lost completions.
     QueueFull,
     /// Anything else; M: the numbers of ibv_get_async_event(3).
@@ -203,6 +205,7 @@ impl Context {
             8 => AsyncEvent::DeviceFatal,
             9 => AsyncEvent::PortActive(port),
             10 => AsyncEvent::PortDown(port),
+            18 => AsyncEvent::AddressesChanged(port),
             other => AsyncEvent::Other(other),
         })
     }
