@@ -180,9 +180,8 @@ impl Rail {
     }
 
     /// The queue of that number, if there are so many.
-    pub(super) fn queue(&self, index: usize) -> Option<Arc<CompletionQueue>> {
-        let queue = self.queues.get(index)?;
-        Some(Arc::clone(&queue.completions))
+    pub(super) fn queue(&self, index: usize) -> Option<&CompletionQueue> {
+        self.queues.get(index).map(|queue| &*queue.completions)
     }
 
     /// The region of a pool, registered when it is first asked for.

@@ -192,7 +192,7 @@ impl Worker {
     pub(super) fn turn(&mut self, orders: &mut VecDeque<Order>) -> Turn {
         let mut worked = false;
         self.inbox.take(orders);
-        for order in orders.drain(..) {
+        while let Some(order) = orders.pop_front() {
             worked = true;
             if matches!(order, Order::Stop) {
                 return Turn::Stopped;

@@ -131,7 +131,7 @@ impl CompletionQueue {
     pub(crate) fn poll<'a>(
         &self,
         completions: &'a mut Completions,
-    ) -> Result<impl ExactSizeIterator<Item = WorkCompletion> + 'a, VerbsError> {
+    ) -> Result<impl ExactSizeIterator<Item = WorkCompletion> + use<'a>, VerbsError> {
         let entries = completions.0.as_mut_ptr().cast::<sys::ibv_wc>();
         // SAFETY: the target has room for as many as are asked for.
         let polled = unsafe { sys::ibv_poll_cq(self.raw, COMPLETIONS_COUNT, entries) };
