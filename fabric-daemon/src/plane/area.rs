@@ -68,19 +68,19 @@ impl Area {
     ///
     /// Where the area does not hold `run`, or `offset` is not within it.
     pub(super) fn extent(&self, run: PageRun, offset: u64, bytes_max: u64) -> Extent {
-        let index = offset / self.page_bytes;
-        let within = offset - index * self.page_bytes;
-        let left = u64::from(run.count)
-            .checked_sub(index + 1)
-            .expect("the caller keeps the offset within the run");
-        let first = u64::from(run.first) + index;
-        let first = usize::try_from(first).expect("positions fit 32 bits: see `holds`");
-        let slot = self.slots[first];
+        let (index, within) = (offset / self.page_bytes, offset % self.page_bytes);
+        assert!(
+            index < u64::from(run.count),
+            "the caller keeps the offset within the run"
+        );
+        let first = usize::try_from(u64::from(run.first) + index).expect("positions fit 32 bits");
+        let end = run.first as usize + run.count as usize;
+        let slots = &self.slots[first..end];
+        let slot = slots[0];
         let mut bytes = self.page_bytes - within;
         if self.slot_stride == self.page_bytes {
-            let last = first + usize::try_from(left).expect("a count fits 32 bits");
-            for pair in self.slots[first..=last].windows(2) {
-                if bytes >= bytes_max || pair[0] + 1 != pair[1] {
+            for (next, other) in (slot + 1..).zip(&slots[1..]) {
+                if bytes >= bytes_max || *other != next {
                     break;
                 }
                 bytes += self.page_bytes;

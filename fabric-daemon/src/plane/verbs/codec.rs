@@ -540,7 +540,7 @@ mod tests {
                     if let Ok(Message::Reach { reach, .. }) = Message::decode(changed.into()) {
                         for region in [0, 1, u16::MAX] {
                             for position in [0, 6, u32::MAX] {
-                                let _total = reach.find(region, position);
+                                let _total = reach.find(region, position, 0);
                             }
                         }
                     }

@@ -282,6 +282,9 @@ impl Worker {
         let key = bound.lane;
         let lane = self.lanes.find(key).expect("a leg keeps its lane");
         let rail = &mut self.rails[lane.rail];
+        bound
+            .windows
+            .reserve_exact(extents.len() - bound.windows.len());
         loop {
             let left = extents.len() - bound.windows.len();
             let group = left.min(BIND_GROUP).min(lane.room() as usize);
@@ -293,17 +296,22 @@ impl Worker {
                 let extent = reach.extents[index];
                 let (window, rkey) = next_window(|| rail.window())?;
                 let signal = if last == 0 { Signal::Yes } else { Signal::No };
-                lane.queue_pair.post_bind(
-                    (key.wr_id(Kind::Binds), signal),
+                self.chain.bind(
+                    key.wr_id(Kind::Binds),
+                    signal,
                     (&window, rkey),
-                    &bound.region,
-                    (extent.offset, reach.extent_bytes(&extent)),
+                    (&bound.region, extent.offset, reach.extent_bytes(&extent)),
                     Access::REMOTE_WRITE,
-                )?;
+                );
                 reach.extents[index].rkey = rkey;
                 bound.windows.push((rkey, window));
             }
-            lane.posted(u32::try_from(group).expect("a group is small"), 0);
+            self.chain.post(&lane.queue_pair)?;
+            // Only now: what is posted names the key before as well.
+            for (rkey, window) in &bound.windows[bound.windows.len() - group..] {
+                window.bound_under(*rkey);
+            }
+            lane.posted(u32::try_from(group).expect("a group is small"), 0, 0);
         }
     }
 
@@ -394,7 +402,7 @@ impl Worker {
             return;
         };
         // The receive that it took.
-        if let Err(error) = lane.post_receives(key, 1) {
+        if let Err(error) = lane.received(key) {
             return self.lane_broke(key, &error.to_string());
         }
         let Side::Destination(State::Busy(grant, leg)) = lane.side else {

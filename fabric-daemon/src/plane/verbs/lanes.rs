@@ -96,6 +96,8 @@ pub(super) struct Lane {
     /// What was posted and not yet completed, by groups: the last request of each is signalled.
     groups: VecDeque<Group>,
     outstanding: u32,
+    /// Receives that messages have taken, and that are not posted again.
+    receives_gone: u32,
 }
 
 /// Whose lane it is.
@@ -128,6 +130,8 @@ struct Group {
     requests: u32,
     /// How many of them are writes.
     writes: u32,
+    /// And their bytes.
+    bytes: u64,
 }
 
 /// The proof that a grant's memory can not be written any more. Only this file makes one, from
@@ -183,6 +187,7 @@ impl Lane {
             first,
             groups: VecDeque::with_capacity(SENDS_MAX as usize),
             outstanding: 0,
+            receives_gone: 0,
         })
     }
 
@@ -190,6 +195,16 @@ impl Lane {
     pub(super) fn post_receives(&self, key: LaneKey, count: u32) -> Result<(), VerbsError> {
         self.queue_pair
             .post_receives(key.wr_id(Kind::Receive), count)
+    }
+
+    /// Notes that a message has taken a receive, and posts others when enough are gone.
+    pub(super) fn received(&mut self, key: LaneKey) -> Result<(), VerbsError> {
+        self.receives_gone += 1;
+        if self.receives_gone < RECEIVES_TOGETHER {
+            return Ok(());
+        }
+        let gone = std::mem::take(&mut self.receives_gone);
+        self.post_receives(key, gone)
     }
 
     pub(super) fn connect(&self, route: &Route) -> Result<(), VerbsError> {
@@ -202,20 +217,25 @@ impl Lane {
     }
 
     /// Notes a group that was posted, the last of which is signalled.
-    pub(super) fn posted(&mut self, requests: u32, writes: u32) {
+    pub(super) fn posted(&mut self, requests: u32, writes: u32, bytes: u64) {
         assert!(
             requests > 0 && requests <= self.room(),
             "the queue has room"
         );
         self.outstanding += requests;
-        self.groups.push_back(Group { requests, writes });
+        self.groups.push_back(Group {
+            requests,
+            writes,
+            bytes,
+        });
     }
 
-    /// Notes that the oldest group has completed; its writes. `None`: there was none.
-    pub(super) fn completed(&mut self) -> Option<u32> {
+    /// Notes that the oldest group has completed; its writes, and their bytes. `None`: there was
+    /// none.
+    pub(super) fn completed(&mut self) -> Option<(u32, u64)> {
         let group = self.groups.pop_front()?;
         self.outstanding -= group.requests;
-        Some(group.writes)
+        Some((group.writes, group.bytes))
     }
 
     /// Whether everything that was posted is completed.
@@ -433,9 +453,12 @@ pub(super) const SENDS_MAX: u32 = 256;
 /// Windows of one grant: each takes a message to invalidate, and a receive for it.
 pub(super) const WINDOWS_MAX: u16 = 1024;
 
-/// Receives that a lane always has posted: for a whole drain, and for the few messages that say
-/// that the writer is alive.
-pub(super) const RECEIVES: u32 = WINDOWS_MAX as u32 + 32;
+/// Receives of a lane: for a whole drain, for the few messages that say that the writer is alive,
+/// and as many as may be gone before others are posted.
+pub(super) const RECEIVES: u32 = WINDOWS_MAX as u32 + 32 + RECEIVES_TOGETHER;
+
+/// Receives are posted again so many at a time.
+const RECEIVES_TOGETHER: u32 = 32;
 
 /// Completions that one lane may have outstanding.
 pub(super) const LANE_COMPLETIONS: u32 = SENDS_MAX + RECEIVES;

@@ -110,12 +110,17 @@ impl Writer {
         let Some(Route { reach, legs }) = &mut self.route else {
             return Ok(());
         };
+        let mut near = 0;
         while let Some(run) = self.runs.front().copied() {
             let area = &self.source.area;
             let here = area.extent(run, self.offset, piece_bytes_max);
             // S7: a page that the grant does not reach is not written, whatever we were told.
-            let there = reach.piece(run, self.offset, here.bytes);
+            let page_bytes = area.page_bytes();
+            let index = u32::try_from(self.offset / page_bytes).expect("within the run's count");
+            let page = (index, self.offset % page_bytes);
+            let there = reach.piece(run, page, here.bytes, near);
             let there = there.ok_or_else(|| format!("the grant does not reach {run:?}"))?;
+            near = there.extent;
             let leg = &mut legs[reach.extents[there.extent].leg.index()];
             if leg.pieces.len() == PIECES_MAX {
                 break;
@@ -157,15 +162,12 @@ impl Leg {
         }
     }
 
-    /// Takes the oldest pieces, which were acknowledged; their bytes.
-    fn acknowledged(&mut self, count: u32) -> u64 {
+    /// Takes the oldest pieces, which were acknowledged.
+    fn acknowledged(&mut self, count: u32) {
         let count = count as usize;
         assert!(count <= self.posted, "each was posted");
         self.posted -= count;
-        self.pieces
-            .drain(..count)
-            .map(|piece| u64::from(piece.bytes))
-            .sum()
+        self.pieces.drain(..count);
     }
 }
 
@@ -389,7 +391,7 @@ impl Worker {
         let Some(found) = self.lanes.find(lane) else {
             return;
         };
-        let writes = found.completed().unwrap_or(0);
+        let (writes, bytes) = found.completed().unwrap_or((0, 0));
         let Side::Source(Some((transfer, number))) = found.side else {
             return;
         };
@@ -399,7 +401,7 @@ impl Worker {
         let Some(leg) = writer.leg(number) else {
             return;
         };
-        let bytes = leg.acknowledged(writes);
+        leg.acknowledged(writes);
         let drain_posted = leg.drain_posted;
         writer.outstanding -= bytes;
         if bytes > 0 {
@@ -411,7 +413,7 @@ impl Worker {
             let id = lane.wr_id(Kind::Progress);
             self.chain.send_immediate(id, Signal::Yes, PROGRESS);
             match self.chain.post(&found.queue_pair) {
-                Ok(()) => found.posted(1, 0),
+                Ok(()) => found.posted(1, 0, 0),
                 Err(error) => return self.lane_broke(lane, &error.to_string()),
             }
         }
@@ -680,44 +682,42 @@ impl Posting<'_> {
     ) -> bool {
         // One place stays free, for the message that says that we are alive.
         let room = lane.room().saturating_sub(1).min(CHAIN_MAX);
-        let mut count = 0;
-        for piece in leg.pieces.range(leg.posted..) {
-            let bytes = u64::from(piece.bytes);
+        let (mut count, mut bytes) = (0, 0);
+        let wr_id = key.wr_id(Kind::Writes);
+        let ahead = self.outstanding_bytes_max.saturating_sub(self.outstanding);
+        for piece in leg.pieces.range(leg.posted..).take(room as usize) {
+            let after = bytes + u64::from(piece.bytes);
             // S8: what is outstanding, over all legs, is what a drain has to wait for.
-            let is_within = self.outstanding + bytes <= self.outstanding_bytes_max;
-            if count == room || self.stall == 0 || !is_within {
+            if after > ahead || bytes >= self.stall {
                 break;
             }
+            bytes = after;
             count += 1;
+            let local = Local {
+                offset: piece.from,
+                bytes: piece.bytes,
+                lkey,
+            };
+            let remote = Remote {
+                offset: piece.to,
+                rkey: reach.extents[usize::from(piece.extent)].rkey,
+            };
+            self.chain.write(wr_id, Signal::No, local, remote);
+        }
+        if count > 0 {
+            self.chain.signal_last();
             self.posted += bytes;
             self.outstanding += bytes;
             self.stall = self.stall.saturating_sub(bytes);
-        }
-        if count > 0 {
-            let pieces = leg.pieces.range(leg.posted..leg.posted + count as usize);
-            for (left, piece) in (0..count).rev().zip(pieces) {
-                let local = Local {
-                    offset: piece.from,
-                    bytes: piece.bytes,
-                    lkey,
-                };
-                let remote = Remote {
-                    offset: piece.to,
-                    rkey: reach.extents[usize::from(piece.extent)].rkey,
-                };
-                let signal = if left == 0 { Signal::Yes } else { Signal::No };
-                self.chain
-                    .write(key.wr_id(Kind::Writes), signal, local, remote);
-            }
             leg.posted += count as usize;
-            lane.posted(count, count);
+            lane.posted(count, count, bytes);
             return true;
         }
         let may_drain = self.is_last && self.stall > 0 && leg.posted == leg.pieces.len();
         if !may_drain || leg.drain_posted || room == 0 {
             return false;
         }
-        lane.posted(self.drain(leg, reach, key, room), 0);
+        lane.posted(self.drain(leg, reach, key, room), 0, 0);
         true
     }
 

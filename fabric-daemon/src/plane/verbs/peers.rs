@@ -451,7 +451,7 @@ impl Worker {
         let id = key.wr_id(Kind::Probe);
         self.chain.send_immediate(id, Signal::Yes, super::PROBE);
         match self.chain.post(&lane.queue_pair) {
-            Ok(()) => lane.posted(1, 0),
+            Ok(()) => lane.posted(1, 0, 0),
             Err(error) => self.lane_broke(key, &error.to_string()),
         }
     }

@@ -288,13 +288,16 @@ impl<'a> Bench<'a> {
     /// Binds a window to an area.
     fn bind(&self, owner: &mut End, window: &mut MemoryWindow, area: u64) -> Result<RKey, Fault> {
         let rkey = window.take_key().expect("it was bound twice at most");
-        owner.queue_pair.post_bind(
-            (BIND, Signal::Yes),
+        let mut chain = SendChain::new();
+        chain.bind(
+            BIND,
+            Signal::Yes,
             (window, rkey),
-            &self.region,
-            (area, AREA_BYTES),
+            (&self.region, area, AREA_BYTES),
             Access::REMOTE_WRITE,
-        )?;
+        );
+        chain.post(&owner.queue_pair)?;
+        window.bound_under(rkey);
         owner.told(Opcode::Bind)?;
         Ok(rkey)
     }

@@ -5,7 +5,7 @@ use std::ptr;
 
 use rdma_mummy_sys as sys;
 
-use super::{QueuePair, RKey, VerbsError};
+use super::{Access, MemoryRegion, MemoryWindow, QueuePair, RKey, VerbsError};
 
 /// Up to [`SendChain::MAX`] work requests for one queue pair. Made once and filled again and again:
 /// nothing is allocated for a request.
@@ -111,6 +111,38 @@ impl SendChain {
         request.imm_data_invalidated_rkey_union = sys::imm_data_invalidated_rkey_union_t {
             invalidated_rkey: rkey.0,
         };
+    }
+
+    /// Binds a window to a part of a region, from an offset on and so many bytes, under `rkey`, for
+    /// the peer of the chain's queue pair alone. All of them must be there until it is posted.
+    pub(crate) fn bind(
+        &mut self,
+        wr_id: u64,
+        signal: Signal,
+        (window, rkey): (&MemoryWindow, RKey),
+        (region, offset, bytes): (&MemoryRegion, u64, u64),
+        access: Access,
+    ) {
+        let request = self.next(sys::ibv_wr_opcode::IBV_WR_BIND_MW, wr_id, signal);
+        request.bind_mw_tso_union.bind_mw = sys::bind_mw_t {
+            mw: window.raw(),
+            rkey: rkey.0,
+            bind_info: sys::ibv_mw_bind_info {
+                mr: region.raw(),
+                addr: offset,
+                length: bytes,
+                mw_access_flags: access.0,
+            },
+        };
+    }
+
+    /// Has the last request say so when it succeeds.
+    ///
+    /// # Panics
+    ///
+    /// Where there is none.
+    pub(crate) fn signal_last(&mut self) {
+        self.requests[self.len - 1].send_flags = Signal::Yes.flags();
     }
 
     /// Posts the chain, and empties it. On an error the queue pair took only a part of it, if any:

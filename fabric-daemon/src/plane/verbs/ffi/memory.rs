@@ -161,7 +161,7 @@ impl MemoryWindow {
 
     /// Notes the key of a bind that was posted. M: providers leave that to the caller for type 2,
     /// and soft-RoCE refuses the next bind of a window that has another key than it thinks.
-    pub(super) fn bound_under(&self, rkey: RKey) {
+    pub(crate) fn bound_under(&self, rkey: RKey) {
         // SAFETY: the window is there; `self` is not `Sync`, so nobody else looks at its fields.
         unsafe { (*self.raw).rkey = rkey.0 };
     }

@@ -7,10 +7,8 @@ use std::sync::Arc;
 
 use rdma_mummy_sys as sys;
 
-use super::chain::Signal;
 use super::{
-    Access, CompletionQueue, Gid, MemoryRegion, MemoryWindow, ProtectionDomain, RKey, VerbsError,
-    check, check_pointer, log_failure,
+    CompletionQueue, Gid, ProtectionDomain, VerbsError, check, check_pointer, log_failure,
 };
 
 /// How much a queue pair takes.
@@ -19,6 +17,9 @@ pub(crate) struct Capacity {
     pub(crate) sends: u32,
     pub(crate) receives: u32,
 }
+
+/// Receives that are posted at once.
+const RECEIVE_CHAIN_MAX: u32 = 32;
 
 /// From one queue pair to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -168,55 +169,28 @@ impl QueuePair {
     }
 
     /// Posts `count` receives for messages without bytes.
-    pub(crate) fn post_receives(&self, wr_id: u64, count: u32) -> Result<(), VerbsError> {
-        for _ in 0..count {
-            let mut request = sys::ibv_recv_wr {
-                wr_id,
-                next: ptr::null_mut(),
-                sg_list: ptr::null_mut(),
-                num_sge: 0,
-            };
+    pub(crate) fn post_receives(&self, wr_id: u64, mut count: u32) -> Result<(), VerbsError> {
+        let end = sys::ibv_recv_wr {
+            wr_id,
+            next: ptr::null_mut(),
+            sg_list: ptr::null_mut(),
+            num_sge: 0,
+        };
+        let mut requests = [end; RECEIVE_CHAIN_MAX as usize];
+        while count > 0 {
+            let some = count.min(RECEIVE_CHAIN_MAX);
+            count -= some;
+            let mut next = ptr::null_mut();
+            for request in &mut requests[..some as usize] {
+                request.next = next;
+                next = request;
+            }
             let mut refused = ptr::null_mut();
-            // SAFETY: the queue pair is there, and the request outlives the call, which copies it.
-            let code = unsafe { sys::ibv_post_recv(self.raw, &raw mut request, &raw mut refused) };
+            // SAFETY: the queue pair is there, and the requests, each of which is linked to the one
+            // before, outlive the call, which copies them.
+            let code = unsafe { sys::ibv_post_recv(self.raw, next, &raw mut refused) };
             check("ibv_post_recv", code)?;
         }
-        Ok(())
-    }
-
-    /// Posts the bind of a window to `bytes` bytes of a region from `offset` on, under `rkey`, for
-    /// this queue pair's peer alone.
-    pub(crate) fn post_bind(
-        &self,
-        (wr_id, signal): (u64, Signal),
-        (window, rkey): (&MemoryWindow, RKey),
-        region: &MemoryRegion,
-        (offset, bytes): (u64, u64),
-        access: Access,
-    ) -> Result<(), VerbsError> {
-        // SAFETY: numbers, unions of numbers and null pointers, for which zero bytes are fine.
-        let mut request: sys::ibv_send_wr = unsafe { mem::zeroed() };
-        request.wr_id = wr_id;
-        request.opcode = sys::ibv_wr_opcode::IBV_WR_BIND_MW;
-        request.send_flags = signal.flags();
-        request.bind_mw_tso_union = sys::bind_mw_tso_union_t {
-            bind_mw: sys::bind_mw_t {
-                mw: window.raw(),
-                rkey: rkey.0,
-                bind_info: sys::ibv_mw_bind_info {
-                    mr: region.raw(),
-                    addr: offset,
-                    length: bytes,
-                    mw_access_flags: access.0,
-                },
-            },
-        };
-        let mut refused = ptr::null_mut();
-        // SAFETY: the queue pair, the window and the region are there, and the request outlives
-        // the call, which copies it.
-        let code = unsafe { sys::ibv_post_send(self.raw, &raw mut request, &raw mut refused) };
-        check("ibv_post_send", code)?;
-        window.bound_under(rkey);
         Ok(())
     }
 
