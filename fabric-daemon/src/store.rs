@@ -1,7 +1,7 @@
 //! What survives the process: the node's identity, and its incarnation.
 //!
 //! ```text
-//! state_dir/lock              held by the one daemon that runs here
+//! state_dir/lock              held by the one daemon that runs here, which is noted in it
 //!           certificate.der   self-signed; its BLAKE3 hash is the node id
 //!           key.der           its private key (PKCS #8), mode 0600
 //!           incarnation       the last one that was used
@@ -12,19 +12,24 @@
 //! reason to begin anew: an incarnation that goes back would make old offers and epochs live again.
 //!
 //! The lock keeps two daemons out of one directory. It says nothing about a predecessor's data
-//! planes: those of `quic` and `shm` end with its process's threads, and `verbs` will need its
-//! process to be wholly gone.
+//! planes: those of `quic` and `shm` end with its process's threads, but what peers' devices write
+//! through `verbs` ends when its process is wholly gone. So that is waited for.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use fabric_proto::ids::{Epoch, Incarnation, NodeId};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use thiserror::Error;
+
+use predecessor::Process;
+
+mod predecessor;
 
 /// A state directory that this process alone uses.
 #[derive(Debug)]
@@ -178,19 +183,38 @@ impl Store {
         options
             .create(true)
             .truncate(false)
+            .read(true)
             .write(true)
             .mode(PRIVATE);
         let lock = options.open(&path).map_err(failed("open", &path))?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Self {
-                dir: dir.to_owned(),
-                _lock: lock,
-            }),
-            Err(Errno::WOULDBLOCK) => Err(StoreError::InUse {
-                path: dir.to_owned(),
-            }),
-            Err(error) => Err(failed("lock", &path)(error.into())),
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => {
+                return Err(StoreError::InUse {
+                    path: dir.to_owned(),
+                });
+            }
+            Err(error) => return Err(failed("lock", &path)(error.into())),
         }
+        let own = Process::own().map_err(failed("note this process in", &path))?;
+        let before = Process::read(&lock).map_err(failed("read", &path))?;
+        if let Some(before) = before.filter(|before| *before != own) {
+            // S1: whatever peers' devices could write for it, they can not write any more.
+            let is_gone = before.wait_gone(PREDECESSOR_WAIT);
+            if !is_gone.map_err(failed("wait for who is noted in", &path))? {
+                return Err(StoreError::PredecessorRuns {
+                    path: dir.to_owned(),
+                    pid: before.pid,
+                    waited: PREDECESSOR_WAIT,
+                });
+            }
+        }
+        own.write(&lock)
+            .map_err(failed("note this process in", &path))?;
+        Ok(Self {
+            dir: dir.to_owned(),
+            _lock: lock,
+        })
     }
 
     fn read(&self, name: &str) -> Result<Vec<u8>, StoreError> {
@@ -276,6 +300,19 @@ pub enum StoreError {
         /// The mode that it must have.
         want: u32,
     },
+    /// The process before this one has let go of its lock, but has not ended.
+    #[error(
+        "state directory {}: process {pid}, which had it before, has not ended within {waited:?}",
+        .path.display()
+    )]
+    PredecessorRuns {
+        /// The directory.
+        path: PathBuf,
+        /// The process.
+        pid: i32,
+        /// For so long.
+        waited: Duration,
+    },
     /// There is no identity.
     #[error(
         "state directory {} has no identity: run fabric-daemon init --state-dir {}",
@@ -332,6 +369,9 @@ pub(crate) const CERTIFICATE_NAME: &str = "fabric";
 
 const PUBLIC: u32 = 0o644;
 const PRIVATE: u32 = 0o600;
+
+/// A process that was killed takes a moment to end: its memory is taken apart.
+const PREDECESSOR_WAIT: Duration = Duration::from_secs(30);
 
 /// Far more than any of the files has.
 const FILE_BYTES_MAX: u64 = 64 << 10;
@@ -396,6 +436,31 @@ mod tests {
         );
         drop(first);
         Store::open(dir.path()).unwrap();
+    }
+
+    // S1: its devices may still write.
+    #[test]
+    fn a_predecessor_that_has_not_ended_is_waited_for() {
+        let (dir, _) = fresh();
+        drop(Store::open(dir.path()).unwrap());
+        let mut child = std::process::Command::new("sleep")
+            .arg("0.5")
+            .spawn()
+            .unwrap();
+        let noted = File::options()
+            .write(true)
+            .open(dir.path().join(LOCK))
+            .unwrap();
+        let process = Process::of(rustix::process::Pid::from_child(&child)).unwrap();
+        process.unwrap().write(&noted).unwrap();
+        let _store = Store::open(dir.path()).unwrap();
+        // Ended, and nobody has waited for it before us.
+        assert!(child.try_wait().unwrap().is_some());
+        let own = Process::own().unwrap();
+        assert_eq!(
+            Process::read(&File::open(dir.path().join(LOCK)).unwrap()).unwrap(),
+            Some(own)
+        );
     }
 
     // S6: a crash at any point of the write leaves the old number or the new one.
