@@ -37,6 +37,8 @@ pub struct Config {
     pub peers: Vec<PeerEntry>,
     /// Bounds and deadlines of transfers.
     pub transfer: Transfer,
+    /// How long a peer may be silent before its link is down.
+    pub link_silence_max: Duration,
     /// When slots are scrubbed.
     pub scrub: ScrubPolicy,
     /// How long a shutdown may take before the process exits all the same.
@@ -181,6 +183,7 @@ impl Config {
                 drain_max: DRAIN.duration(transfer.drain_ms)?,
                 verify_max: VERIFY.duration(transfer.verify_ms)?,
             },
+            link_silence_max: LINK_SILENCE.duration(raw.link.silence_ms)?,
             scrub: SCRUB.read(raw.scrub.policy.as_deref())?,
             shutdown_grace: GRACE.duration(raw.shutdown.grace_ms)?,
             log: log(raw.log)?,
@@ -698,6 +701,15 @@ const VERIFY: Number = Number {
     most: 3_600_000,
     unit: "ms",
     about: "How long an engine may take to verify what arrived.",
+};
+
+const LINK_SILENCE: Number = Number {
+    key: "link.silence_ms",
+    default: 2_500,
+    least: 100,
+    most: 600_000,
+    unit: "ms",
+    about: "How long a peer may be silent before its link is down; the lesser of both ends counts.",
 };
 
 const GRACE: Number = Number {

@@ -342,6 +342,7 @@ fn own(config: &Config, node: NodeId, incarnation: Incarnation) -> Own {
         planes: config.planes.clone(),
         shm: config.listen.shm.clone().filter(|_| has_shm),
         outstanding_bytes_max: config.transfer.outstanding_bytes_max,
+        silence_max: config.link_silence_max,
         host: link::host_digest(node, incarnation),
     }
 }

@@ -13,6 +13,7 @@ pub(super) struct Config {
     pub(super) engines: Vec<Engine>,
     pub(super) peers: Vec<Peer>,
     pub(super) transfer: Transfer,
+    pub(super) link: Link,
     pub(super) scrub: Scrub,
     pub(super) shutdown: Shutdown,
     pub(super) log: Log,
@@ -64,6 +65,12 @@ pub(super) struct Transfer {
     pub(super) silence_ms: Option<i64>,
     pub(super) drain_ms: Option<i64>,
     pub(super) verify_ms: Option<i64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct Link {
+    pub(super) silence_ms: Option<i64>,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use super::{
-    ABORT, ATTEMPTS, Choice, DRAIN, FLIP, GRACE, LANES, LISTEN_ADMIN, LISTEN_ENGINES, LISTEN_PEERS,
-    LISTEN_SHM, LOG_FORMAT, LOG_LEVEL, Number, OFFER_TTL, OPEN, OUTSTANDING, PLANES, SCRUB,
-    SILENCE, STALL, STATE_DIR, VERIFY,
+    ABORT, ATTEMPTS, Choice, DRAIN, FLIP, GRACE, LANES, LINK_SILENCE, LISTEN_ADMIN, LISTEN_ENGINES,
+    LISTEN_PEERS, LISTEN_SHM, LOG_FORMAT, LOG_LEVEL, Number, OFFER_TTL, OPEN, OUTSTANDING, PLANES,
+    SCRUB, SILENCE, STALL, STATE_DIR, VERIFY,
 };
 
 const VERBS: &str = r#"
@@ -78,6 +78,8 @@ engines = "{LISTEN_ENGINES}"
     }
     text.push_str(VERBS);
     number(&mut text, &LANES);
+    text.push_str("\n[link]\n");
+    number(&mut text, &LINK_SILENCE);
     text.push_str("\n[scrub]\n");
     choice(&mut text, &SCRUB);
     text.push_str("\n[shutdown]\n");

@@ -19,6 +19,7 @@ fn an_empty_file_has_every_default() {
     assert_eq!(config.transfer.attempts_max, 3);
     assert_eq!(config.transfer.abort, AbortPolicy::FinishTransfer);
     assert_eq!(config.transfer.drain_max, Duration::from_secs(1));
+    assert_eq!(config.link_silence_max, Duration::from_millis(2500));
     assert_eq!(config.scrub, ScrubPolicy::CrossTenant);
     assert_eq!(config.shutdown_grace, Duration::from_secs(5));
     assert!(!config.fault.is_any());

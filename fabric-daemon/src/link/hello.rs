@@ -2,6 +2,7 @@
 
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use bytes::Bytes;
 use fabric_proto::ids::{Incarnation, NodeId, Tag};
@@ -23,6 +24,8 @@ pub(crate) struct Own {
     pub(crate) shm: Option<PathBuf>,
     /// What the connection is configured with.
     pub(crate) outstanding_bytes_max: u64,
+    /// The same.
+    pub(crate) silence_max: Duration,
     /// Equal on one host only.
     pub(crate) host: Tag,
 }
@@ -150,6 +153,7 @@ mod tests {
             planes: planes.into(),
             shm: Some("/run/own.sock".into()),
             outstanding_bytes_max: 1 << 20,
+            silence_max: Duration::from_secs(2),
             host: Tag([7; 32]),
         }
     }

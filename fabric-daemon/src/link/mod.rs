@@ -131,9 +131,9 @@ impl Links {
     ) -> Result<Arc<Self>, BindError> {
         let allowed = Arc::new(allowed);
         // The control stream, and then that of the verbs plane: whoever connects opens both.
-        let mut accepting = transport_config(own.outstanding_bytes_max);
+        let mut accepting = transport_config(own.outstanding_bytes_max, own.silence_max);
         accepting.max_concurrent_bidi_streams(VarInt::from_u32(2));
-        let mut transport = transport_config(own.outstanding_bytes_max);
+        let mut transport = transport_config(own.outstanding_bytes_max, own.silence_max);
         transport.max_concurrent_bidi_streams(VarInt::from_u32(0));
         let crypto = tls::server(&identity, Arc::clone(&allowed))?;
         let mut server = quinn::ServerConfig::with_crypto(Arc::new(crypto));

@@ -38,6 +38,7 @@ impl Node {
             planes: config.planes.clone(),
             shm: None,
             outstanding_bytes_max: 1 << 20,
+            silence_max: config.link_silence_max,
             host: Tag([9; 32]),
         };
         let links = Links::new(
@@ -138,7 +139,7 @@ impl Raw {
     async fn connect(identity: &Identity, to: &Node) -> Self {
         let crypto = tls::client(identity, to.node).unwrap();
         let mut config = quinn::ClientConfig::new(Arc::new(crypto));
-        config.transport_config(Arc::new(transport_config(1 << 20)));
+        config.transport_config(Arc::new(transport_config(1 << 20, Duration::from_secs(2))));
         let endpoint = Endpoint::client("127.0.0.1:0".parse().unwrap()).unwrap();
         let connecting = endpoint.connect_with(config, to.address(), CERTIFICATE_NAME);
         let connection = connecting.unwrap().await.unwrap();

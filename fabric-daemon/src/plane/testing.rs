@@ -38,7 +38,7 @@ pub(super) async fn connect_with(stream_bytes: u64) -> (Connection, Connection) 
     let certified = rcgen::generate_simple_self_signed(vec!["node".into()]).unwrap();
     let certificate = certified.cert.der().clone();
     let key = PrivatePkcs8KeyDer::from(certified.signing_key.serialize_der());
-    let transport = Arc::new(transport_config(stream_bytes));
+    let transport = Arc::new(transport_config(stream_bytes, Duration::from_millis(2500)));
     let mut server = ServerConfig::with_single_cert(vec![certificate.clone()], key.into()).unwrap();
     server.transport_config(Arc::clone(&transport));
     let mut roots = rustls::RootCertStore::empty();

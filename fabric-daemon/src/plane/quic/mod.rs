@@ -251,12 +251,14 @@ const _: () = assert!(UDP_PAYLOAD_BYTES_MAX as u32 * 10 <= 65_507);
 
 /// What every link's connection must be configured with, at both ends.
 ///
-/// `outstanding_bytes_max` is the machine's: the most bytes outstanding under one grant.
+/// `outstanding_bytes_max` is the machine's: the most bytes outstanding under one grant. A peer that
+/// is silent for `silence_max` is taken for dead; the lesser of both ends counts.
 ///
 /// The UDP socket needs buffers of some 4 MiB beside it: with the kernel's default, bursts overflow
 /// them thousands of times a second, and half the speed is lost.
 #[must_use]
-pub fn transport_config(outstanding_bytes_max: u64) -> TransportConfig {
+pub fn transport_config(outstanding_bytes_max: u64, silence_max: Duration) -> TransportConfig {
+    let silence_ms = u32::try_from(silence_max.as_millis()).unwrap_or(u32::MAX);
     let outstanding = VarInt::from_u64(outstanding_bytes_max).unwrap_or(VarInt::MAX);
     let mut mtu = MtuDiscoveryConfig::default();
     mtu.upper_bound(UDP_PAYLOAD_BYTES_MAX)
@@ -272,8 +274,8 @@ pub fn transport_config(outstanding_bytes_max: u64) -> TransportConfig {
         // ... or in the peer's receive buffer, which this bounds for each. So once a drain is asked
         // for, no more than that has to go through.
         .stream_receive_window(outstanding)
-        .max_idle_timeout(Some(IdleTimeout::from(VarInt::from_u32(IDLE_MS_MAX))))
-        .keep_alive_interval(Some(KEEP_ALIVE_EVERY))
+        .max_idle_timeout(Some(IdleTimeout::from(VarInt::from_u32(silence_ms))))
+        .keep_alive_interval(Some(silence_max / KEEP_ALIVES))
         .max_concurrent_uni_streams(VarInt::from_u32(WRITERS_PER_LINK_MAX))
         .max_concurrent_bidi_streams(VarInt::from_u32(BIDI_STREAMS_MAX))
         .datagram_receive_buffer_size(None)
@@ -282,11 +284,8 @@ pub fn transport_config(outstanding_bytes_max: u64) -> TransportConfig {
     config
 }
 
-/// A peer that is silent for so long is taken for dead.
-const IDLE_MS_MAX: u32 = 2_500;
-
-/// Often enough that three in a row must be lost before a link is.
-const KEEP_ALIVE_EVERY: Duration = Duration::from_millis(500);
+/// Within the longest silence: three in a row must be lost before a link is.
+const KEEP_ALIVES: u32 = 5;
 
 /// Streams of a peer at a time; the transfers beyond wait for their turn.
 const WRITERS_PER_LINK_MAX: u32 = 1024;
