@@ -251,8 +251,8 @@ const _: () = assert!(UDP_PAYLOAD_BYTES_MAX as u32 * 10 <= 65_507);
 
 /// What every link's connection must be configured with, at both ends.
 ///
-/// `outstanding_bytes_max` is the machine's: the most bytes outstanding under one grant. A peer that
-/// is silent for `silence_max` is taken for dead; the lesser of both ends counts.
+/// `outstanding_bytes_max` is the machine's: the most bytes outstanding under one grant. A peer
+/// that is silent for `silence_max` is taken for dead; the lesser of both ends counts.
 ///
 /// The UDP socket needs buffers of some 4 MiB beside it: with the kernel's default, bursts overflow
 /// them thousands of times a second, and half the speed is lost.
