@@ -71,8 +71,8 @@ impl Terms {
     #[must_use]
     pub fn emulated(self) -> Self {
         Self {
-            settings: "[transfer]\noffer_ttl_ms = 20000\nopen_ms = 20000\ndrain_ms = 10000\n\
-                [link]\nsilence_ms = 8000",
+            settings: "[transfer]\noffer_ttl_ms = 10000\nopen_ms = 20000\ndrain_ms = 10000\n\
+                [link]\nsilence_ms = 5000",
             outcome_limit: Duration::from_secs(30),
             strike_within: Duration::from_millis(400),
             ..self
