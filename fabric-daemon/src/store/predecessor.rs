@@ -83,7 +83,8 @@ impl Process {
         };
         let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(pidfd) => pidfd,
-            Err(Errno::SRCH) => return Ok(true),
+            // Its number is free, or a thread's: EINVAL, or ENOENT from a newer kernel.
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Ok(true),
             Err(error) => return Err(error.into()),
         };
         // From here on the number can not go to another unseen.
@@ -138,6 +139,24 @@ mod tests {
         let boot = "before".to_owned();
         let before_boot = Process { boot, ..own };
         assert!(before_boot.wait_gone(Duration::ZERO).unwrap());
+    }
+
+    #[test]
+    fn a_thread_with_the_same_number_is_not_waited_for() {
+        let (said, heard) = std::sync::mpsc::channel();
+        let (done, over) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            said.send(std::fs::read_link("/proc/thread-self").unwrap())
+                .unwrap();
+            over.recv().unwrap_err();
+        });
+        let own = Process::own().unwrap();
+        let path = heard.recv().unwrap();
+        let pid = path.file_name().unwrap().to_str().unwrap();
+        let pid = pid.parse().unwrap();
+        assert!(Process { pid, ..own }.wait_gone(Duration::ZERO).unwrap());
+        drop(done);
+        thread.join().unwrap();
     }
 
     #[test]
