@@ -43,7 +43,7 @@ async fn whoever_is_killed_on_either_host() -> Result<()> {
 async fn writer_whose_host_loses_its_power() -> Result<()> {
     let mut world = World::start(terms()?).await?;
     let rounds = std::env::var("FABRIC_POWER_CUTS");
-    let rounds = rounds.map_or(Ok(3), |text| text.parse());
+    let rounds = rounds.map_or(Ok(6), |text| text.parse());
     let rounds = rounds.context("FABRIC_POWER_CUTS is a number")?;
     let faults = [Fault::PowerOff(SOURCE)];
     world.rounds(&faults, rounds, "two_hosts_power").await?;
