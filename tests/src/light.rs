@@ -307,7 +307,7 @@ impl Pair {
     ///
     /// If something does not start.
     pub async fn start(nodes: [NodeOptions; 2], spec: PoolSpec) -> Result<Self> {
-        let program = Programs::find_daemon()?;
+        let program = Programs::find_daemon(&nodes[0].planes)?;
         let mut cluster = Cluster::start(&program, nodes.to_vec()).await?;
         cluster.loud = true;
         let source = pool(&cluster.nodes[0].socket(), "engine", spec).await?;

@@ -8,20 +8,21 @@ use anyhow::{Context, Result, bail, ensure};
 /// The two programs of a cluster.
 #[derive(Clone, Debug)]
 pub struct Programs {
-    /// `fabric-daemon`, built with the feature `fault-injection`.
+    /// `fabric-daemon`, built with deliberate faults.
     pub daemon: PathBuf,
     /// `fabric-engine`.
     pub engine: PathBuf,
 }
 
 impl Programs {
-    /// Finds both: `FABRIC_DAEMON` and `FABRIC_ENGINE`, else built beside this program.
+    /// Finds both: `FABRIC_DAEMON` and `FABRIC_ENGINE`, else built beside this program; the daemon
+    /// with what these planes need.
     ///
     /// # Errors
     ///
     /// If one is named and is not there, or cannot be built.
-    pub fn find() -> Result<Self> {
-        let daemon = locate("FABRIC_DAEMON", "fabric-daemon", &["fault-injection"])?;
+    pub fn find(planes: &[&str]) -> Result<Self> {
+        let daemon = Self::find_daemon(planes)?;
         let engine = locate("FABRIC_ENGINE", "fabric-engine", &[])?;
         Ok(Self { daemon, engine })
     }
@@ -31,8 +32,10 @@ impl Programs {
     /// # Errors
     ///
     /// As [`Programs::find`].
-    pub fn find_daemon() -> Result<PathBuf> {
-        locate("FABRIC_DAEMON", "fabric-daemon", &["fault-injection"])
+    pub fn find_daemon(planes: &[&str]) -> Result<PathBuf> {
+        let mut features = vec!["fault-injection"];
+        features.extend(planes.contains(&"verbs").then_some("rdma"));
+        locate("FABRIC_DAEMON", "fabric-daemon", &features)
     }
 }
 

@@ -106,7 +106,7 @@ impl World {
             let has_proxy = terms.hosts == [Host::here(); 2];
             nodes.push(if has_proxy { node.proxied() } else { node });
         }
-        let mut cluster = Cluster::start(&Programs::find_daemon()?, nodes).await?;
+        let mut cluster = Cluster::start(&Programs::find_daemon(&[terms.plane])?, nodes).await?;
         cluster.loud = true;
         let mut world = Self {
             cluster,

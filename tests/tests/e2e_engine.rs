@@ -38,7 +38,7 @@ const SHAPE: Shape = Shape {
 
 impl World {
     async fn start(shape: Shape) -> Result<Self> {
-        let programs = Programs::find()?;
+        let programs = Programs::find(&[])?;
         let nodes = ["prefill", "decode"].map(|name| NodeOptions::new(name).plane(shape.plane));
         let mut cluster = Cluster::start(&programs.daemon, nodes.to_vec()).await?;
         cluster.loud = true;

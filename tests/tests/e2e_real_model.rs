@@ -12,7 +12,7 @@ const PROMPT: &str = include_str!("../data/prompt.txt");
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_real_prompt_is_prefilled_here_and_decoded_there() -> Result<()> {
-    let programs = Programs::find()?;
+    let programs = Programs::find(&[])?;
     let found = tokio::process::Command::new(&programs.engine)
         .args(["fetch", "--model", "smollm2"])
         .output()

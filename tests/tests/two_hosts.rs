@@ -55,7 +55,7 @@ async fn writer_whose_host_loses_its_power() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs two hosts with RDMA devices: tests/rdma/run"]
 async fn a_real_prompt_is_prefilled_on_one_host_and_decoded_on_another() -> Result<()> {
-    let programs = Programs::find()?;
+    let programs = Programs::find(&["verbs"])?;
     let hosts = terms()?.hosts;
     let node = |name, host| NodeOptions::new(name).plane("verbs").on(host);
     let nodes = [

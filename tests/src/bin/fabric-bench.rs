@@ -119,7 +119,7 @@ impl Bench {
                 .plane(plane)
                 .settings("[log]\nlevel = \"warn\"")
         });
-        let program = Programs::find_daemon()?;
+        let program = Programs::find_daemon(&[plane])?;
         eprintln!("starting two daemons");
         let cluster = Cluster::start(&program, nodes.to_vec()).await?;
         let own = std::env::current_exe().context("find this program")?;

@@ -42,6 +42,8 @@ struct Cli {
 enum Plane {
     Quic,
     Shm,
+    /// RDMA: this host needs a device with an active port.
+    Verbs,
 }
 
 const PROMPT: &str = include_str!("../../data/prompt.txt");
@@ -97,7 +99,7 @@ async fn run(cli: &Cli) -> Result<()> {
     let metrics = demo.cluster.metrics(DECODE).await?;
     // A daemon that was restarted counts from zero.
     pages_verified = match cli.plane {
-        Plane::Quic => metrics.value(verified),
+        Plane::Quic | Plane::Verbs => metrics.value(verified),
         Plane::Shm => pages_verified + metrics.value(verified),
     };
     let report = json!({
@@ -137,12 +139,13 @@ struct Demo<'a> {
 
 impl<'a> Demo<'a> {
     async fn start(cli: &'a Cli) -> Result<Self> {
-        let programs = Programs::find()?;
-        fetch(&programs, &cli.model).await?;
         let plane = match cli.plane {
             Plane::Quic => "quic",
             Plane::Shm => "shm",
+            Plane::Verbs => "verbs",
         };
+        let programs = Programs::find(&[plane])?;
+        fetch(&programs, &cli.model).await?;
         let nodes = ["prefill", "decode"].map(|name| {
             NodeOptions::new(name)
                 .plane(plane)
@@ -362,7 +365,7 @@ impl<'a> Demo<'a> {
         let bar = slow("a flipped bit: restart a daemon with a fault");
         // The daemon whose plane moves the bytes: over shm the destination's copies them.
         let at = match self.cli.plane {
-            Plane::Quic => PREFILL,
+            Plane::Quic | Plane::Verbs => PREFILL,
             Plane::Shm => DECODE,
         };
         let node = &mut self.cluster.nodes[at];
