@@ -99,8 +99,8 @@ async fn run(cli: &Cli) -> Result<()> {
     let metrics = demo.cluster.metrics(DECODE).await?;
     // A daemon that was restarted counts from zero.
     pages_verified = match cli.plane {
-        Plane::Quic | Plane::Verbs => metrics.value(verified),
-        Plane::Shm => pages_verified + metrics.value(verified),
+        Plane::Quic => metrics.value(verified),
+        Plane::Shm | Plane::Verbs => pages_verified + metrics.value(verified),
     };
     let report = json!({
         "plane": demo.plane,
@@ -363,10 +363,11 @@ impl<'a> Demo<'a> {
     /// A bit flips on the wire, below every checksum of the network.
     async fn flipped(&mut self, reference: &Answer) -> Result<Check> {
         let bar = slow("a flipped bit: restart a daemon with a fault");
-        // The daemon whose plane moves the bytes: over shm the destination's copies them.
+        // The daemon whose plane moves the bytes: over shm the destination's copies them. Over
+        // verbs devices do, and the destination's daemon flips what has arrived.
         let at = match self.cli.plane {
-            Plane::Quic | Plane::Verbs => PREFILL,
-            Plane::Shm => DECODE,
+            Plane::Quic => PREFILL,
+            Plane::Shm | Plane::Verbs => DECODE,
         };
         let node = &mut self.cluster.nodes[at];
         node.kill()?;
