@@ -16,7 +16,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use fabric_client::proto::ids::{RequestId, SlotIndex, TenantId};
 use fabric_client::proto::outcome::Outcome;
 use fabric_client::proto::pool::TokenRange;
-use fabric_client::{Delivered, HeldLease, LeaseRequest, Pool};
+use fabric_client::{Delivered, HeldLease, LeaseError, LeaseRequest, Pool};
 use fabric_tests::child::{LineChild, commands};
 use fabric_tests::cluster::{Cluster, NodeOptions};
 use fabric_tests::light;
@@ -34,6 +34,12 @@ struct Cli {
     /// The data plane.
     #[arg(long, value_enum, default_value = "quic")]
     plane: Plane,
+    /// Transfers of one page, for the latency.
+    #[arg(long, default_value_t = 300)]
+    singles: usize,
+    /// Further tables of both daemons' configuration.
+    #[arg(long, default_value = "")]
+    settings: String,
     /// Print one JSON line.
     #[arg(long)]
     json: bool,
@@ -53,12 +59,16 @@ struct Shape {
     /// MiB of each pool.
     #[arg(long, default_value_t = 1024, global = true)]
     pool: u64,
+    /// Slots next to each other, as the daemon chooses them, instead of scattered ones.
+    #[arg(long, global = true)]
+    adjacent: bool,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Plane {
     Quic,
     Shm,
+    Verbs,
 }
 
 /// The two engines: this program again, driven by lines.
@@ -78,9 +88,13 @@ impl Shape {
         u32::try_from(slots).context("fewer slots are needed: take a larger page or a smaller pool")
     }
 
-    /// The batch's slots, scattered; each side has its own order.
-    fn scattered(&self, seed: u64) -> Result<Vec<SlotIndex>> {
-        let order = Random::new(seed).permutation(self.slots()?);
+    /// The batch's slots. Scattered, each side has its own order.
+    fn named(&self, seed: u64) -> Result<Vec<SlotIndex>> {
+        let order = if self.adjacent {
+            (0..self.slots()?).collect()
+        } else {
+            Random::new(seed).permutation(self.slots()?)
+        };
         Ok(order
             .into_iter()
             .take(self.pages as usize)
@@ -113,11 +127,13 @@ impl Bench {
         let plane = match cli.plane {
             Plane::Quic => "quic",
             Plane::Shm => "shm",
+            Plane::Verbs => "verbs",
         };
         let nodes = ["prefill", "decode"].map(|name| {
             NodeOptions::new(name)
                 .plane(plane)
                 .settings("[log]\nlevel = \"warn\"")
+                .settings(&cli.settings)
         });
         let program = Programs::find_daemon(&[plane])?;
         eprintln!("starting two daemons");
@@ -126,9 +142,14 @@ impl Bench {
         let child = |role: &str, index: usize| {
             let socket = cluster.nodes[index].socket().display().to_string();
             let Shape {
-                page, pages, pool, ..
+                page,
+                pages,
+                pool,
+                adjacent,
+                ..
             } = cli.shape;
             let mut arguments = vec![role.to_owned(), socket];
+            arguments.extend(adjacent.then(|| "--adjacent".to_owned()));
             for (flag, value) in [
                 ("page", u64::from(page)),
                 ("pages", pages.into()),
@@ -186,8 +207,8 @@ async fn drive(cli: &Cli) -> Result<()> {
     let shape = cli.shape;
     let pages = shape.pages;
     ensure!(
-        pages > 0 && shape.rounds > 0,
-        "--pages and --rounds are at least 1"
+        pages > 0 && shape.rounds > 0 && cli.singles > 0,
+        "--pages, --rounds and --singles are at least 1"
     );
     ensure!(
         pages <= shape.slots()?,
@@ -198,6 +219,11 @@ async fn drive(cli: &Cli) -> Result<()> {
     ensure!(
         pages <= most,
         "--pages {pages} exceeds the {most} slots of a lease"
+    );
+    ensure!(
+        !matches!(cli.plane, Plane::Verbs) || shape.adjacent || pages <= WINDOWS_MAX,
+        "--pages {pages} exceeds the {WINDOWS_MAX} memory windows of a grant, one for each \
+         scattered page"
     );
     let mut bench = Bench::start(cli).await?;
     bench.round(1).await?;
@@ -210,9 +236,9 @@ async fn drive(cli: &Cli) -> Result<()> {
     let cpu = bench.cpu()? - before;
     eprintln!();
     let mut latencies = Vec::new();
-    for round in 0..LATENCY_ROUNDS {
+    for round in 0..cli.singles {
         if round % 50 == 0 {
-            eprint!("\rone-page round {round} of {LATENCY_ROUNDS}");
+            eprint!("\rone-page round {round} of {}", cli.singles);
         }
         latencies.push(bench.round(1).await?.as_secs_f64() * 1e6);
     }
@@ -229,8 +255,8 @@ async fn drive(cli: &Cli) -> Result<()> {
         plane: format!("{:?}", cli.plane).to_lowercase(),
         gb_s: bytes / median / 1e9,
         us_page: median / f64::from(pages) * 1e6,
-        p50: latencies[LATENCY_ROUNDS / 2],
-        p99: latencies[LATENCY_ROUNDS * 99 / 100],
+        p50: latencies[cli.singles / 2],
+        p99: latencies[cli.singles * 99 / 100],
         cpu: cpu / gib,
         ok,
     };
@@ -289,7 +315,7 @@ impl Row {
 async fn source(socket: &Path, shape: Shape) -> Result<()> {
     let pool = light::pool(socket, "engine", light::spec(1, shape.page, shape.slots()?)).await?;
     fill(&pool, &shape).await?;
-    let slots = shape.scattered(SOURCE_SEED)?;
+    let slots = shape.named(SOURCE_SEED)?;
     let mut held: Option<HeldLease> = None;
     let mut commands = commands();
     println!("ready");
@@ -299,7 +325,8 @@ async fn source(socket: &Path, shape: Shape) -> Result<()> {
                 let count: usize = count.parse().context("a count")?;
                 drop(held.take());
                 let named = slots[..count].to_vec();
-                held = Some(pool.hold(lease(named)?).await.context("hold")?);
+                let request = lease(named)?;
+                held = Some(when_free(async || pool.hold(request.clone()).await).await?);
                 println!("held");
             }
             Some(("send", offer)) => {
@@ -347,10 +374,7 @@ async fn fill(pool: &Pool, shape: &Shape) -> Result<()> {
 /// The engine that receives.
 async fn destination(socket: &Path, shape: Shape) -> Result<()> {
     let pool = light::pool(socket, "engine", light::spec(1, shape.page, shape.slots()?)).await?;
-    let (sources, slots) = (
-        shape.scattered(SOURCE_SEED)?,
-        shape.scattered(DESTINATION_SEED)?,
-    );
+    let (sources, slots) = (shape.named(SOURCE_SEED)?, shape.named(DESTINATION_SEED)?);
     let mut delivered: Option<Delivered> = None;
     let mut commands = commands();
     println!("ready");
@@ -360,17 +384,16 @@ async fn destination(socket: &Path, shape: Shape) -> Result<()> {
                 let count: usize = count.parse().context("a count")?;
                 drop(delivered.take());
                 let named = slots[..count].to_vec();
-                let lease = pool.receive(lease(named)?).await.context("receive")?;
+                let request = lease(named)?;
+                let lease = when_free(async || pool.receive(request.clone()).await).await?;
                 println!("offer {}", hex::encode(lease.offer()));
                 delivered = Some(lease.delivered().await.context("delivery")?);
                 println!("delivered");
             }
             ("wipe", _) => {
                 delivered = None;
-                let mut held = pool
-                    .hold(lease(slots.clone())?)
-                    .await
-                    .context("hold to wipe")?;
+                let request = lease(slots.clone())?;
+                let mut held = when_free(async || pool.hold(request.clone()).await).await?;
                 for position in 0..shape.pages {
                     held.page_mut(0, position).fill(0xff);
                 }
@@ -407,6 +430,19 @@ fn lease(named: Vec<SlotIndex>) -> Result<LeaseRequest> {
     })
 }
 
+/// Leases slots as soon as the last lease of them has ended, which the daemon hears of by the way.
+async fn when_free<T>(lease: impl AsyncFn() -> Result<T, LeaseError>) -> Result<T> {
+    let deadline = Instant::now() + LIMIT / 2;
+    loop {
+        match lease().await {
+            Err(LeaseError::Rejected(reason))
+                if reason.label() == "slot_not_free" && Instant::now() < deadline => {}
+            result => return result.context("lease slots"),
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
 /// User and system time of a process so far.
 fn cpu_seconds(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/stat");
@@ -428,6 +464,7 @@ fn cpu_seconds(pid: u32) -> Result<f64> {
 
 const SOURCE_SEED: u64 = 1;
 const DESTINATION_SEED: u64 = 2;
-const LATENCY_ROUNDS: usize = 300;
+/// What the verbs plane gives a grant, and a lane refuses beyond.
+const WINDOWS_MAX: u32 = 1024;
 /// A bound against hanging.
 const LIMIT: Duration = Duration::from_secs(120);
