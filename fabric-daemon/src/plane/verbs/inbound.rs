@@ -272,6 +272,7 @@ impl Worker {
     fn bind_more(&mut self, grant: GrantId, leg: LegNumber) {
         if let Err(error) = self.try_bind_more(grant, leg) {
             error!(%grant, "bind a memory window: {error}");
+            self.chain.clear();
             self.leg_broke(grant, leg);
         }
     }

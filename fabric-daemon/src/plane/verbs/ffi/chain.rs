@@ -145,6 +145,11 @@ impl SendChain {
         self.requests[self.len - 1].send_flags = Signal::Yes.flags();
     }
 
+    /// Forgets what was not posted.
+    pub(crate) fn clear(&mut self) {
+        self.len = 0;
+    }
+
     /// Posts the chain, and empties it. On an error the queue pair took only a part of it, if any:
     /// there is no telling what it will do, so it must be closed.
     pub(crate) fn post(&mut self, queue_pair: &QueuePair) -> Result<(), VerbsError> {
