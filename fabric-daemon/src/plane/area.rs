@@ -1,6 +1,6 @@
 //! Where the pages of a lease lie in a pool's memory.
 
-use fabric_proto::pool::{PageRun, PoolSpec};
+use fabric_proto::pool::{PageRef, PageRun, PoolSpec};
 
 /// The slots of a lease, by position, and the geometry of their pool.
 ///
@@ -44,6 +44,33 @@ impl Area {
         let end = u64::from(run.first) + u64::from(run.count);
         let slots = u64::try_from(self.slots.len()).expect("a slice's length fits 64 bits");
         run.count > 0 && run.region < self.regions && end <= slots
+    }
+
+    /// Whether the area holds every page of `run`, and `pages` names each. `pages` is sorted, and
+    /// empty for all of them.
+    pub(super) fn allows(&self, pages: &[PageRun], run: PageRun) -> bool {
+        if !self.holds(run) {
+            return false;
+        }
+        // No overflow: the area holds the run.
+        let end = run.first + run.count;
+        let mut position = run.first;
+        while !pages.is_empty() && position < end {
+            let page = PageRef {
+                region: run.region,
+                position,
+            };
+            let after = pages.partition_point(|allowed| {
+                (allowed.region, allowed.first) <= (run.region, position)
+            });
+            match after.checked_sub(1).map(|index| pages[index]) {
+                Some(allowed) if allowed.contains(page) => {
+                    position = allowed.first.saturating_add(allowed.count);
+                }
+                Some(_) | None => return false,
+            }
+        }
+        true
     }
 
     /// Bytes of `run`'s pages. At most 2^58, as a page has at most 2^26.

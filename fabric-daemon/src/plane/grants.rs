@@ -24,7 +24,7 @@ use std::time::Duration;
 use fabric_ipc::Mapping;
 use fabric_proto::host::{Input, StoppedBy, WritesStopped};
 use fabric_proto::ids::{GrantId, LinkId, PoolId, Secret, SlotRef, Tag};
-use fabric_proto::pool::{PageRef, PageRun};
+use fabric_proto::pool::PageRun;
 use thiserror::Error;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
@@ -260,7 +260,7 @@ impl Attached {
     /// Checks that the grant allows every page of `run`.
     // S7: a run is checked as a whole before any byte of it is copied.
     pub(super) fn check(&self, run: PageRun) -> Result<(), PageRefused> {
-        if self.grant.allows(run) {
+        if self.grant.area.allows(&self.grant.pages, run) {
             Ok(())
         } else {
             Err(PageRefused { run })
@@ -430,31 +430,6 @@ impl Grant {
             copied
         });
         copied.ok_or(GrantClosed)
-    }
-
-    fn allows(&self, run: PageRun) -> bool {
-        if !self.area.holds(run) {
-            return false;
-        }
-        // No overflow: the area holds the run.
-        let end = run.first + run.count;
-        let mut position = run.first;
-        while !self.pages.is_empty() && position < end {
-            let page = PageRef {
-                region: run.region,
-                position,
-            };
-            let after = self.pages.partition_point(|allowed| {
-                (allowed.region, allowed.first) <= (run.region, position)
-            });
-            match after.checked_sub(1).map(|index| self.pages[index]) {
-                Some(allowed) if allowed.contains(page) => {
-                    position = allowed.first.saturating_add(allowed.count);
-                }
-                Some(_) | None => return false,
-            }
-        }
-        true
     }
 }
 

@@ -437,6 +437,16 @@ pub(super) async fn delivers_exact_bytes(pair: &mut Pair) {
 /// Fences at random moments of a transfer: no byte changes after the proof, and none at any time
 /// outside the slots. S1, S7.
 pub(super) async fn no_byte_lands_after_the_fence(pair: &mut Pair, rounds: u64) {
+    no_byte_lands_after_a_fence_within(pair, rounds, Duration::from_micros(700)).await;
+}
+
+/// As [`no_byte_lands_after_the_fence`], where the first byte takes about as long as `pause_max`.
+pub(super) async fn no_byte_lands_after_a_fence_within(
+    pair: &mut Pair,
+    rounds: u64,
+    pause_max: Duration,
+) {
+    let pause_max_us = u64::try_from(pause_max.as_micros()).unwrap();
     let mut random = Random::new(12);
     let spec = spec(2, 16 * 1024, 40);
     let (_, before) = pair.fill(spec, &mut random);
@@ -448,7 +458,7 @@ pub(super) async fn no_byte_lands_after_the_fence(pair: &mut Pair, rounds: u64) 
         for round in 0..4 {
             pair.source.write(grant, run(round % 2, 0, 16));
         }
-        let pause = Duration::from_micros(random.next() % 700);
+        let pause = Duration::from_micros(random.next() % pause_max_us);
         if !random.next().is_multiple_of(8) {
             tokio::time::sleep(pause).await;
         }
