@@ -5,6 +5,9 @@
 pub enum VerbsMode {
     /// By the whole pool's key, to peers that are trusted like oneself.
     Lane,
+    /// By none: the destination reads what its peer exposes to it, page by page. Also whether peers
+    /// may read from here in their turn.
+    Pull,
     /// By a memory window for each contiguous run of pages.
     Window,
 }

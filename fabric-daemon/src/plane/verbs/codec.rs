@@ -42,7 +42,8 @@ pub(super) enum Message {
         key: Secret,
         /// That of each leg.
         lanes: Vec<LaneNumber>,
-        /// Where. Each extent names its leg, and each leg has an extent.
+        /// Where. Each extent names its leg, and each leg has an extent; but where the receiver is
+        /// to write nothing, and the sender reads, there is one leg without any.
         reach: Reach,
     },
     /// A grant is closed.
@@ -76,6 +77,37 @@ pub(super) enum Message {
         /// Which leg.
         leg: LegNumber,
     },
+    /// Whether the sender lets peers read what it sends them: not so unless it was said.
+    Exposes(bool),
+    /// Memory of the sender, for the receiver to read under a grant of its own. Each is given back
+    /// by a message on the grant's lane that invalidates its key, in this order.
+    Exposed {
+        /// Which grant.
+        grant: GrantId,
+        /// At least one.
+        exposures: Vec<Exposure>,
+    },
+    /// Nothing more will be exposed under a grant of the receiver.
+    AllExposed {
+        /// Which.
+        grant: GrantId,
+    },
+}
+
+/// Bytes that a source lets its peer read, from byte `within` of a page on, and on through the
+/// pages that follow it in its region.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Exposure {
+    pub(super) region: u16,
+    /// The position of the first page.
+    pub(super) first: u32,
+    pub(super) within: u32,
+    /// Never 0.
+    pub(super) bytes: u32,
+    /// Where they lie in the source's pool.
+    pub(super) offset: u64,
+    /// Of a window of their own.
+    pub(super) rkey: RKey,
 }
 
 /// A lane's number: unique among those that its destination offers on one link.
@@ -99,6 +131,8 @@ pub(super) struct RailAddress {
     pub(super) lid: u16,
     pub(super) mtu: u8,
     pub(super) is_ethernet: bool,
+    /// How many reads a queue pair answers at a time.
+    pub(super) reads: u8,
 }
 
 /// One end of a lane.
@@ -154,10 +188,7 @@ impl Message {
                 frame.put_u32_le(lane.0);
                 frame.put_u8((*offered_by_sender).into());
             }
-            Self::Usable(usable) => {
-                frame.put_u8(5);
-                frame.put_u8((*usable).into());
-            }
+            Self::Usable(usable) => frame.put_slice(&[5, (*usable).into()]),
             Self::Reach {
                 grant,
                 key,
@@ -172,14 +203,10 @@ impl Message {
                 encode_reach(frame, reach);
             }
             Self::Closed { grant, is_drained } => {
-                frame.put_u8(7);
-                frame.put_u64_le(grant.0);
+                encode_grant(frame, 7, *grant);
                 frame.put_u8((*is_drained).into());
             }
-            Self::GivenUp { grant } => {
-                frame.put_u8(8);
-                frame.put_u64_le(grant.0);
-            }
+            Self::GivenUp { grant } => encode_grant(frame, 8, *grant),
             Self::Rerouted {
                 grant,
                 leg,
@@ -195,6 +222,12 @@ impl Message {
                 frame.put_u8(10);
                 encode_leg(frame, *grant, *leg);
             }
+            Self::Exposes(exposes) => frame.put_slice(&[11, (*exposes).into()]),
+            Self::Exposed { grant, exposures } => {
+                encode_grant(frame, 12, *grant);
+                encode_exposures(frame, exposures);
+            }
+            Self::AllExposed { grant } => encode_grant(frame, 13, *grant),
         }
     }
 
@@ -229,25 +262,7 @@ impl Message {
                 offered_by_sender: frame.try_get_u8()? != 0,
             },
             5 => Self::Usable(frame.try_get_u8()? != 0),
-            6 => {
-                let grant = GrantId(frame.try_get_u64_le()?);
-                let mut key = [0; 32];
-                frame.try_copy_to_slice(&mut key)?;
-                let legs = usize::from(frame.try_get_u8()?);
-                if legs > LEGS_MAX {
-                    return Err(DecodeError::Legs);
-                }
-                let mut lanes = Vec::with_capacity(legs);
-                for _ in 0..legs {
-                    lanes.push(LaneNumber(frame.try_get_u32_le()?));
-                }
-                Self::Reach {
-                    grant,
-                    key: Secret(key),
-                    lanes,
-                    reach: decode_reach(&mut frame, legs)?,
-                }
-            }
+            6 => decode_granted(&mut frame)?,
             7 => Self::Closed {
                 grant: GrantId(frame.try_get_u64_le()?),
                 is_drained: frame.try_get_u8()? != 0,
@@ -259,6 +274,14 @@ impl Message {
             10 => Self::LegDrained {
                 grant: GrantId(frame.try_get_u64_le()?),
                 leg: LegNumber(frame.try_get_u8()?),
+            },
+            11 => Self::Exposes(frame.try_get_u8()? != 0),
+            12 => Self::Exposed {
+                grant: GrantId(frame.try_get_u64_le()?),
+                exposures: decode_exposures(&mut frame)?,
+            },
+            13 => Self::AllExposed {
+                grant: GrantId(frame.try_get_u64_le()?),
             },
             other => return Err(DecodeError::Kind(other)),
         };
@@ -306,7 +329,9 @@ pub(super) enum ReceiveError {
 /// Bytes that are no message.
 #[derive(Clone, Debug, Eq, Error, PartialEq)]
 pub(super) enum DecodeError {
-    #[error("extents that are out of order, none, or too many")]
+    #[error("exposures that are empty, past the end of memory, none, or too many")]
+    Exposures,
+    #[error("extents that are empty, out of order, or too many")]
     Extents,
     #[error("no message has the kind {0}")]
     Kind(u8),
@@ -331,6 +356,7 @@ fn encode_rail(frame: &mut BytesMut, rail: &RailAddress) {
     frame.put_u16_le(rail.lid);
     frame.put_u8(rail.mtu);
     frame.put_u8(rail.is_ethernet.into());
+    frame.put_u8(rail.reads);
 }
 
 fn encode_offer(frame: &mut BytesMut, offer: &LaneOffer) {
@@ -339,6 +365,12 @@ fn encode_offer(frame: &mut BytesMut, offer: &LaneOffer) {
     frame.put_u8(offer.their_rail);
     frame.put_u32_le(offer.number);
     frame.put_u32_le(offer.first);
+}
+
+/// A message's kind, and which grant it is of.
+fn encode_grant(frame: &mut BytesMut, kind: u8, grant: GrantId) {
+    frame.put_u8(kind);
+    frame.put_u64_le(grant.0);
 }
 
 fn encode_leg(frame: &mut BytesMut, grant: GrantId, leg: LegNumber) {
@@ -354,6 +386,27 @@ fn decode_rail(frame: &mut Bytes) -> Result<RailAddress, DecodeError> {
         lid: frame.try_get_u16_le()?,
         mtu: frame.try_get_u8()?,
         is_ethernet: frame.try_get_u8()? != 0,
+        reads: frame.try_get_u8()?,
+    })
+}
+
+fn decode_granted(frame: &mut Bytes) -> Result<Message, DecodeError> {
+    let grant = GrantId(frame.try_get_u64_le()?);
+    let mut key = [0; 32];
+    frame.try_copy_to_slice(&mut key)?;
+    let legs = usize::from(frame.try_get_u8()?);
+    if legs > LEGS_MAX {
+        return Err(DecodeError::Legs);
+    }
+    let mut lanes = Vec::with_capacity(legs);
+    for _ in 0..legs {
+        lanes.push(LaneNumber(frame.try_get_u32_le()?));
+    }
+    Ok(Message::Reach {
+        grant,
+        key: Secret(key),
+        lanes,
+        reach: decode_reach(frame, legs)?,
     })
 }
 
@@ -374,6 +427,43 @@ fn decode_rerouted(frame: &mut Bytes) -> Result<Message, DecodeError> {
         lane,
         keys,
     })
+}
+
+fn encode_exposures(frame: &mut BytesMut, exposures: &[Exposure]) {
+    for exposure in exposures {
+        frame.put_u16_le(exposure.region);
+        frame.put_u32_le(exposure.first);
+        frame.put_u32_le(exposure.within);
+        frame.put_u32_le(exposure.bytes);
+        frame.put_u64_le(exposure.offset);
+        frame.put_u32_le(exposure.rkey.0);
+    }
+}
+
+/// Where the bytes are to go is checked by whoever knows the grant. What is checked here is what
+/// reading them relies on.
+fn decode_exposures(frame: &mut Bytes) -> Result<Vec<Exposure>, DecodeError> {
+    let mut exposures = Vec::new();
+    while frame.has_remaining() {
+        let exposure = Exposure {
+            region: frame.try_get_u16_le()?,
+            first: frame.try_get_u32_le()?,
+            within: frame.try_get_u32_le()?,
+            bytes: frame.try_get_u32_le()?,
+            offset: frame.try_get_u64_le()?,
+            rkey: RKey(frame.try_get_u32_le()?),
+        };
+        let ends_at = exposure.offset.checked_add(exposure.bytes.into());
+        let is_full = exposures.len() == EXPOSURES_MAX;
+        if is_full || exposure.bytes == 0 || ends_at.is_none() {
+            return Err(DecodeError::Exposures);
+        }
+        exposures.push(exposure);
+    }
+    if exposures.is_empty() {
+        return Err(DecodeError::Exposures);
+    }
+    Ok(exposures)
 }
 
 fn encode_reach(frame: &mut BytesMut, reach: &Reach) {
@@ -429,11 +519,12 @@ fn decode_reach(frame: &mut Bytes, legs: usize) -> Result<Reach, DecodeError> {
         has_extent[extent.leg.index()] = true;
         reach.extents.push(extent);
     }
-    if reach.extents.is_empty() {
-        return Err(DecodeError::Extents);
+    // A destination that reads by itself has one lane for all of it.
+    if reach.is_pull() && legs == 1 {
+        return Ok(reach);
     }
     // A leg is over with the drain of its extents: one without any never would be.
-    if has_extent[..legs].contains(&false) {
+    if legs == 0 || has_extent[..legs].contains(&false) {
         return Err(DecodeError::Legs);
     }
     Ok(reach)
@@ -441,6 +532,9 @@ fn decode_reach(frame: &mut Bytes, legs: usize) -> Result<Reach, DecodeError> {
 
 /// Most extents of a grant. Whatever needs more is refused.
 pub(super) const EXTENTS_MAX: usize = 1 << 13;
+
+/// Most exposures of one message.
+pub(super) const EXPOSURES_MAX: usize = 32;
 
 /// Most ports of a node.
 pub(super) const RAILS_MAX: usize = 32;
@@ -457,6 +551,30 @@ mod tests {
     use super::*;
 
     fn messages() -> Vec<Message> {
+        let mut messages = messages_of_writes();
+        messages.extend(messages_of_reads());
+        messages
+    }
+
+    fn messages_of_reads() -> [Message; 4] {
+        let grant = GrantId(77);
+        [
+            Message::Reach {
+                grant,
+                key: Secret([3; 32]),
+                lanes: vec![LaneNumber(4)],
+                reach: Reach::pull(&crate::plane::testing::spec(2, 4096, 8)),
+            },
+            Message::Exposes(true),
+            Message::Exposed {
+                grant,
+                exposures: vec![exposure(0), exposure(9)],
+            },
+            Message::AllExposed { grant },
+        ]
+    }
+
+    fn messages_of_writes() -> Vec<Message> {
         let extent = |region, first, leg| Extent {
             region,
             regions: 1,
@@ -472,6 +590,7 @@ mod tests {
                 lid: 3,
                 mtu: 5,
                 is_ethernet: true,
+                reads: 16,
             }]),
             Message::Lane(LaneOffer {
                 lane: LaneNumber(9),
@@ -520,6 +639,42 @@ mod tests {
         ]
     }
 
+    fn exposure(first: u32) -> Exposure {
+        Exposure {
+            region: 1,
+            first,
+            within: 100,
+            bytes: 4096,
+            offset: 4096 * u64::from(first),
+            rkey: RKey(0x1234_5678),
+        }
+    }
+
+    #[test]
+    fn exposures_of_nothing_or_past_the_end_of_memory_are_refused() {
+        let bad = [
+            vec![],
+            vec![Exposure {
+                bytes: 0,
+                ..exposure(0)
+            }],
+            vec![
+                exposure(0),
+                Exposure {
+                    offset: u64::MAX - 4095,
+                    ..exposure(1)
+                },
+            ],
+            vec![exposure(0); EXPOSURES_MAX + 1],
+        ];
+        for exposures in bad {
+            let grant = GrantId(77);
+            let frame = Message::Exposed { grant, exposures }.encode();
+            let decoded = Message::decode(frame.slice(4..));
+            assert_eq!(decoded, Err(DecodeError::Exposures));
+        }
+    }
+
     #[test]
     fn messages_come_back_as_they_were() {
         for message in messages() {
@@ -553,6 +708,16 @@ mod tests {
     fn each_leg_must_have_an_extent_and_each_extent_a_leg() {
         for legs in [0, 1, 3, LEGS_MAX + 1] {
             let mut message = messages().remove(5);
+            let Message::Reach { lanes, .. } = &mut message else {
+                panic!("{message:?}");
+            };
+            lanes.resize(legs, LaneNumber(8));
+            let frame = message.encode().slice(4..);
+            assert_eq!(Message::decode(frame), Err(DecodeError::Legs), "{legs}");
+        }
+        // Where the destination reads: one leg, without any.
+        for legs in [0, 2, LEGS_MAX] {
+            let [mut message, ..] = messages_of_reads();
             let Message::Reach { lanes, .. } = &mut message else {
                 panic!("{message:?}");
             };

@@ -35,7 +35,8 @@ pub(super) struct Reach {
     pub(super) region_stride: u64,
     /// From a page to that of the next slot, in the same region.
     pub(super) slot_stride: u64,
-    /// Sorted by first region, then by first position. They do not overlap.
+    /// Sorted by first region, then by first position. They do not overlap. None: the destination
+    /// reads by itself, so there is nothing that its peer may write.
     pub(super) extents: Vec<Extent>,
 }
 
@@ -148,6 +149,23 @@ impl Reach {
             .zip(keys)
             .for_each(|(extent, key)| extent.rkey = *key);
         true
+    }
+
+    /// That of a grant whose destination reads by itself.
+    pub(super) fn pull(spec: &PoolSpec) -> Self {
+        let strides = spec.strides();
+        Self {
+            by_window: false,
+            page_bytes: spec.layout.page_bytes,
+            region_stride: strides.region,
+            slot_stride: strides.slot,
+            extents: Vec::new(),
+        }
+    }
+
+    /// Whether the destination reads by itself.
+    pub(super) fn is_pull(&self) -> bool {
+        self.extents.is_empty()
     }
 
     /// Bytes that an extent of contiguous pages has.

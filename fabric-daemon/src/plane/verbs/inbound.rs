@@ -27,6 +27,8 @@
 //!    That is idempotent: the source's pages are sealed, and go to the same places.
 //!
 //! The other legs go on. Only the destination decides: the writer has no key but what it was told.
+//!
+//! A grant in pull mode has one leg without extents, and ends with its lane: see `pull_inbound`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,6 +42,7 @@ use super::extents::{Cover, Reach};
 use super::ffi::{Access, MemoryRegion, MemoryWindow, RKey, Signal, VerbsError};
 use super::lanes::{Kind, LaneKey, LegStopped, Revoked, Side, State, WINDOWS_MAX};
 use super::peers::PeerKey;
+use super::pull_inbound::Reader;
 use super::worker::Worker;
 use super::{Mode, PROGRESS};
 use crate::plane::area::Area;
@@ -49,18 +52,20 @@ use crate::plane::pools::Pool;
 /// An armed grant.
 #[derive(Debug)]
 pub(super) struct Inbound {
-    link: LinkId,
+    pub(super) link: LinkId,
     key: Secret,
     pool_id: PoolId,
-    pool: Arc<Pool>,
+    pub(super) pool: Arc<Pool>,
     mode: Mode,
     /// Keys are filled in as windows are bound.
     reach: Reach,
     /// By number. None: it waits for a lane.
     legs: Vec<Leg>,
     failovers: u32,
-    armed: bool,
+    pub(super) armed: bool,
     landed: bool,
+    /// In pull mode.
+    reader: Option<Box<Reader>>,
 }
 
 /// What of a grant is written through one lane.
@@ -106,6 +111,15 @@ impl Inbound {
             LegState::Laned(bound) => bound.windows.len() as u64,
         };
         self.legs.iter().map(of_leg).sum()
+    }
+
+    /// What reads, where a grant that is in pull mode has its lane; and that, and its region.
+    pub(super) fn reading(&mut self) -> Option<(&mut Reader, LaneKey, &MemoryRegion)> {
+        let reader = self.reader.as_deref_mut()?;
+        match &self.legs.first()?.state {
+            LegState::Drained(..) | LegState::Waiting { .. } => None,
+            LegState::Laned(bound) => Some((reader, bound.lane, &bound.region)),
+        }
     }
 
     fn laned(&mut self, leg: LegNumber) -> Option<(&mut Bound, &[u16], &mut Reach)> {
@@ -164,12 +178,14 @@ impl Worker {
         }
         let mut error = PlanError::NoMode;
         for mode in &self.settings.modes {
-            let cover = match mode {
-                Mode::Window => Cover::Contiguous,
-                Mode::Lane => Cover::Slots,
+            let plan = |cover| Reach::plan(&pool.spec, area.slots(), &pages, cover);
+            let reach = match mode {
+                Mode::Window => plan(Cover::Contiguous),
+                Mode::Lane => plan(Cover::Slots),
+                Mode::Pull if self.can_pull(link) => Reach::pull(&pool.spec),
+                Mode::Pull => continue,
             };
             let most = extents_max(*mode);
-            let reach = Reach::plan(&pool.spec, area.slots(), &pages, cover);
             let got = reach.extents.len();
             if got > most {
                 error = PlanError::TooMany { got, most };
@@ -186,6 +202,7 @@ impl Worker {
                 failovers: 0,
                 armed: false,
                 landed: false,
+                reader: (*mode == Mode::Pull).then(|| Box::new(Reader::new(area, pages))),
             });
         }
         Err(error)
@@ -195,7 +212,10 @@ impl Worker {
     pub(super) fn bind(&mut self, peer: PeerKey, grant: GrantId) {
         let rails = self.idle_rails(peer);
         let inbound = self.grants.get_mut(&grant).expect("who waits is there");
-        let legs = inbound.reach.share(rails, extents_max(inbound.mode));
+        let legs = match inbound.mode {
+            Mode::Lane | Mode::Window => inbound.reach.share(rails, extents_max(inbound.mode)),
+            Mode::Pull => 1,
+        };
         let mut extents = vec![Vec::new(); legs];
         for (index, extent) in (0..).zip(&inbound.reach.extents) {
             extents[extent.leg.index()].push(index);
@@ -406,6 +426,9 @@ impl Worker {
         if let Err(error) = lane.received(key) {
             return self.lane_broke(key, &error.to_string());
         }
+        if let Side::Source(user) = lane.side {
+            return self.returned(key, user, what);
+        }
         let Side::Destination(State::Busy(grant, leg)) = lane.side else {
             return; // A probe, or of a grant that is closed.
         };
@@ -437,8 +460,8 @@ impl Worker {
         }
     }
 
-    /// The writer's drain of a leg is complete.
-    fn leg_drained(&mut self, grant: GrantId, leg: LegNumber) {
+    /// The writer's drain of a leg is complete; or all of it was read.
+    pub(super) fn leg_drained(&mut self, grant: GrantId, leg: LegNumber) {
         let inbound = self.grants.get_mut(&grant).expect("the caller has it");
         let mode = inbound.mode;
         let Some((bound, ..)) = inbound.laned(leg) else {
@@ -449,6 +472,7 @@ impl Worker {
         let stopped = match mode {
             Mode::Window => lane.drained(bound.invalidated, bound.windows.len()),
             Mode::Lane => lane.drained_by_word(),
+            Mode::Pull => lane.drained_by_reads(),
         };
         for (_, window) in std::mem::take(&mut bound.windows) {
             self.rails[lane.rail].put_window(window);
@@ -508,8 +532,9 @@ impl Worker {
             .expect("a busy lane has its grant");
         let link = inbound.link;
         let has_peer = |key| self.peers.contains_key(key);
-        let may_go_on =
-            inbound.failovers < FAILOVERS_MAX && self.links.get(&link).is_some_and(has_peer);
+        let may_go_on = inbound.mode != Mode::Pull
+            && inbound.failovers < FAILOVERS_MAX
+            && self.links.get(&link).is_some_and(has_peer);
         let (key, windows) = match &mut inbound.legs[leg.index()].state {
             LegState::Drained(lane, _) => {
                 if let Some(lane) = lane.take() {
@@ -636,7 +661,7 @@ impl Worker {
         self.outbox.post(Input::WritesStopped(stopped));
     }
 
-    fn landed(&mut self, grant: GrantId) {
+    pub(super) fn landed(&mut self, grant: GrantId) {
         if let Some(inbound) = self.grants.get_mut(&grant) {
             inbound.landed = true;
             self.say_landed_at = self.say_landed_at.or_else(|| Some(Instant::now()));
@@ -692,7 +717,7 @@ pub(super) enum Received {
 enum PlanError {
     #[error("no such pool, slot or page")]
     Memory,
-    #[error("verbs.modes allows none")]
+    #[error("verbs.modes allows none that the peer does too")]
     NoMode,
     #[error("its pages are {got} runs, and {most} are the most; verbs.modes could allow \"lane\"")]
     TooMany { got: usize, most: usize },
@@ -702,11 +727,12 @@ fn extents_max(mode: Mode) -> usize {
     match mode {
         Mode::Window => WINDOWS_MAX.into(),
         Mode::Lane => EXTENTS_MAX,
+        Mode::Pull => 0,
     }
 }
 
 /// A window with a key that it never had. One whose keys are used up is destroyed.
-fn next_window(
+pub(super) fn next_window(
     mut take: impl FnMut() -> Result<MemoryWindow, VerbsError>,
 ) -> Result<(MemoryWindow, RKey), VerbsError> {
     loop {
@@ -726,6 +752,6 @@ const FAILOVERS_MAX: u32 = 8;
 const LANE_WAIT: Duration = Duration::from_secs(2);
 
 /// Binds that complete together.
-const BIND_GROUP: usize = 32;
+pub(super) const BIND_GROUP: usize = 32;
 
-const IN_POOL: &str = "a reach lies within its pool, and a pool within its memory";
+pub(super) const IN_POOL: &str = "a reach lies within its pool, and a pool within its memory";

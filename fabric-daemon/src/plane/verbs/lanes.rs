@@ -39,12 +39,18 @@ pub(super) enum Kind {
     Binds,
     /// The last of a drain.
     Drain,
+    /// The last of a group of binds for the peer to read through.
+    Exposures,
     /// A message to see whether the lane carries anything.
     Probe,
     /// A message that says that the writer is alive.
     Progress,
+    /// The last of a group of reads.
+    Reads,
     /// A receive.
     Receive,
+    /// The last of a group of messages that give back what was read.
+    Returns,
     /// The last of a group of writes.
     Writes,
 }
@@ -60,9 +66,12 @@ impl LaneKey {
         let kinds = [
             Kind::Binds,
             Kind::Drain,
+            Kind::Exposures,
             Kind::Probe,
             Kind::Progress,
+            Kind::Reads,
             Kind::Receive,
+            Kind::Returns,
             Kind::Writes,
         ];
         let kind = kinds
@@ -141,8 +150,8 @@ struct Group {
 pub(in crate::plane) struct Revoked(());
 
 /// The evidence that a leg's memory can not be written any more. Only this file makes one, where
-/// the queue pair that carried it is destroyed, and where the device said of each of its windows
-/// that the writer itself has invalidated it.
+/// the queue pair that carried it is destroyed, where the device said of each of its windows that
+/// the writer itself has invalidated it, and where the destination has read it all by itself.
 #[derive(Debug)]
 #[must_use = "its grant is not closed without it"]
 pub(super) struct LegStopped {
@@ -166,7 +175,7 @@ impl Lane {
             receives: RECEIVES,
         };
         let made = QueuePair::new(&of.domain, &completions, capacity)
-            .and_then(|made| made.initialise(of.port).map(|()| made));
+            .and_then(|made| made.initialise(of.port, of.access(side)).map(|()| made));
         let queue_pair = match made {
             Ok(made) => made,
             Err(error) => {
@@ -278,6 +287,18 @@ impl Lane {
     /// That no write follows rests on the peer's word. Lane mode is for peers that are trusted like
     /// oneself, and has to be asked for.
     pub(super) fn drained_by_word(&self) -> LegStopped {
+        self.stopped()
+    }
+
+    /// The drain of a leg whose bytes we have read ourselves: nothing that we posted is
+    /// outstanding.
+    ///
+    /// Nobody was given a key for it. What lands is the answers to our own reads, and the device
+    /// takes an answer only for a read that it awaits one for. So this rests on no peer's word, and
+    /// on no order of messages either.
+    pub(super) fn drained_by_reads(&self) -> LegStopped {
+        assert!(self.is_quiet(), "every read has completed");
+        // S1: see above.
         self.stopped()
     }
 
@@ -473,7 +494,7 @@ mod tests {
             index: 0xFEDC,
             generation: 0x89AB_CDEF,
         };
-        for kind in [Kind::Binds, Kind::Drain, Kind::Receive, Kind::Writes] {
+        for kind in [Kind::Binds, Kind::Reads, Kind::Returns, Kind::Writes] {
             assert_eq!(LaneKey::parse(key.wr_id(kind)), Some((key, kind)));
         }
         assert_eq!(LaneKey::parse(u64::MAX), None, "no such kind");

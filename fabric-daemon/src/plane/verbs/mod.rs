@@ -12,10 +12,23 @@
 //! A grant is written through several lanes where there are several ports, one leg each (striping),
 //! and a leg whose lane breaks goes on through another (failover): see `inbound`.
 //!
+//! In pull mode the direction is turned round, for destinations that let nobody write: the source
+//! binds windows to pages that are sealed, and the destination reads through them. Such a grant has
+//! one lane: there is no striping and no failover. See `pull_inbound`.
+//!
+//! ```text
+//!   source                                             destination
+//!   pages, through memory windows ◀════════ lane ═════ Worker ── reads, chained
+//!     ▲                                      │           ▲  │
+//!     └─ window is void ◀── SEND_WITH_INV ───┴───────────│──┘  when its bytes have arrived
+//!   Worker ── exposed: windows, pages ──▶ stream ────────┘
+//! ```
+//!
 //! - [`ffi`]: the verbs API with safe owners.
 //! - `rails`: ports; `probe`: what a port must prove before it is used; `lanes`: queue pairs;
 //!   `extents`: which memory a grant is.
-//! - `inbound` and `outbound`: a grant at its destination, a writer at its source.
+//! - `inbound` and `outbound`: a grant at its destination, a writer at its source; `pull_inbound`
+//!   and `pull_outbound`: what they do where the destination reads.
 //! - `worker`: the one thread that owns it all.
 //! - `peers`, `link`, `codec`: what planes tell each other.
 //!
@@ -38,6 +51,8 @@ mod link;
 mod outbound;
 mod peers;
 mod probe;
+mod pull_inbound;
+mod pull_outbound;
 mod rails;
 #[cfg(test)]
 mod tests;
@@ -205,6 +220,7 @@ impl VerbsPlane {
             outstanding_bytes_max,
             counts: Arc::default(),
             grants: BTreeMap::new(),
+            exposers: BTreeMap::new(),
             lanes: Lanes::default(),
             rails,
             addresses,

@@ -12,6 +12,8 @@
 //! A writer has the legs that its grant has. What it is to write is cut into pieces, each of one
 //! write, which wait with their leg: so a slow lane does not hold up the others before its leg has
 //! [`PIECES_MAX`] of them.
+//!
+//! Where the peer reads there is nothing to write: see `pull_outbound`.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,26 +28,28 @@ use super::extents::Reach;
 use super::ffi::{Local, MemoryRegion, RKey, Remote, SendChain, Signal};
 use super::lanes::{Kind, Lane, LaneKey, LegOfWriter, SENDS_MAX, Side};
 use super::peers::{Granted, PeerKey, Reached};
+use super::pull_outbound::Exposer;
 use super::worker::Worker;
-use super::{DRAIN, PROGRESS};
+use super::{DRAIN, Mode, PROGRESS};
 use crate::plane::source::Source;
 
 /// One attempt of a transfer.
 #[derive(Debug)]
 pub(super) struct Writer {
-    source: Source,
+    pub(super) source: Source,
     link: LinkId,
     key: Secret,
-    runs: VecDeque<PageRun>,
+    pub(super) runs: VecDeque<PageRun>,
     /// Bytes of the first run that were posted.
-    offset: u64,
-    end: Option<End>,
+    pub(super) offset: u64,
+    pub(super) end: Option<End>,
     /// The peer has said that its grant is closed, and that every leg was drained.
     is_drained_there: bool,
     route: Option<Route>,
-    /// Bytes posted in all, and how many of them are not acknowledged.
-    posted: u64,
-    outstanding: u64,
+    /// Bytes posted in all, and how many of them are not acknowledged. Where the peer reads:
+    /// exposed in all, and not given back.
+    pub(super) posted: u64,
+    pub(super) outstanding: u64,
     opened: Instant,
     /// When the peer last heard of us.
     progress_at: Instant,
@@ -101,6 +105,20 @@ struct Piece {
 }
 
 impl Writer {
+    /// Whether the peer reads.
+    fn is_pull(&self) -> bool {
+        let route = self.route.as_ref();
+        route.is_some_and(|route| route.reach.is_pull())
+    }
+
+    /// The lane of a writer whose peer reads, and the pool's region there, once it has it.
+    pub(super) fn read_through(&self) -> Option<(LaneKey, &Arc<MemoryRegion>)> {
+        match &self.route.as_ref()?.legs.first()?.way {
+            Way::Laned(lane, region) => Some((*lane, region)),
+            Way::Given(_) | Way::Lost(_) | Way::Over => None,
+        }
+    }
+
     fn leg(&mut self, leg: LegNumber) -> Option<&mut Leg> {
         self.route.as_mut()?.legs.get_mut(leg.index())
     }
@@ -172,7 +190,7 @@ impl Leg {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum End {
+pub(super) enum End {
     /// After the runs.
     Drain,
     /// Now.
@@ -248,6 +266,9 @@ impl Worker {
         if u64::from(reach.page_bytes) != writer.source.area.page_bytes() {
             return Err(format!("the peer's pages have {} bytes", reach.page_bytes));
         }
+        if reach.is_pull() && !self.settings.modes.contains(&Mode::Pull) {
+            return Err("the peer is to read, and verbs.modes does not allow \"pull\"".into());
+        }
         let mut legs: Vec<_> = lanes.into_iter().map(Leg::new).collect();
         for (index, extent) in (0..).zip(&reach.extents) {
             legs[extent.leg.index()].extents.push(index);
@@ -275,6 +296,7 @@ impl Worker {
         };
         let peer = self.links.get(&writer.link);
         let peer = peer.and_then(|key| self.peers.get(key));
+        let is_pull = writer.is_pull();
         let (source, route) = (&writer.source, &mut writer.route);
         let found = route
             .as_mut()
@@ -300,6 +322,9 @@ impl Worker {
                     .map_err(|error| format!("register a pool: {error}"))?;
                 lane.side = Side::Source(Some((transfer, leg)));
                 found.way = Way::Laned(key, region);
+                if is_pull {
+                    self.exposers.insert(key, Exposer::new());
+                }
                 Ok(())
             }
             (Side::Source(Some(_)), None) => {
@@ -353,6 +378,9 @@ impl Worker {
         let Some(writer) = self.writers.get_mut(&transfer) else {
             return;
         };
+        if writer.is_pull() {
+            return self.expose(transfer);
+        }
         // So that one piece always fits.
         let piece_bytes_max = WRITE_BYTES_MAX.min(self.outstanding_bytes_max);
         let mut pumped = writer.fill(piece_bytes_max);
@@ -426,9 +454,14 @@ impl Worker {
             return;
         };
         found.completed();
-        let Side::Source(Some((transfer, number))) = found.side else {
-            return;
-        };
+        if let Side::Source(Some(leg)) = found.side {
+            self.lane_over(lane, leg);
+        }
+    }
+
+    /// A leg is over, and its lane is free.
+    pub(super) fn lane_over(&mut self, lane: LaneKey, (transfer, number): LegOfWriter) {
+        let found = self.lanes.find(lane).expect("the caller has seen it");
         assert!(found.is_quiet(), "requests of a lane complete in order");
         found.side = Side::Source(None);
         let next = found.next.take();
@@ -444,6 +477,9 @@ impl Worker {
         let Some(writer) = self.writers.get_mut(&transfer) else {
             return;
         };
+        if writer.is_pull() {
+            return self.fail_writer(transfer, "the lane that its peer reads through is gone");
+        }
         let is_stopped = writer.end == Some(End::Stop);
         let Some(leg) = writer.leg(number) else {
             return;
@@ -568,8 +604,8 @@ impl Worker {
         leg.way = Way::Over;
         let mut legs = writer.route.iter().flat_map(|route| &route.legs);
         if legs.all(|leg| matches!(leg.way, Way::Over)) {
-            // S2: every request of this attempt is acknowledged, so the device reads nothing more
-            // for it. Dropping its `Source` is the proof.
+            // S2: every request of this attempt is acknowledged, and every window to its pages
+            // void, so the device reads nothing more for it. Dropping its `Source` is the proof.
             self.writers.remove(&transfer);
         }
     }

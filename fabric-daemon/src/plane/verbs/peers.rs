@@ -13,6 +13,7 @@ use super::extents::Reach;
 use super::ffi::{RKey, Signal, VerbsError};
 use super::inbound::Waiter;
 use super::lanes::{Kind, Lane, LaneKey, RECEIVES, Side, State};
+use super::pull_outbound::Exposer;
 use super::worker::{Order, Worker};
 
 /// A peer's number within this plane. Never used twice.
@@ -26,6 +27,8 @@ pub(super) struct Peer {
     rails: Vec<RailAddress>,
     outgoing: mpsc::Sender<Message>,
     pub(super) is_deaf: bool,
+    /// Whether it lets us read what it sends us.
+    pub(super) exposes: bool,
     introduction: Option<Introduction>,
     /// The lanes that it is offered: each has one, or is offered another in a while.
     places: Vec<Place>,
@@ -133,6 +136,7 @@ impl Worker {
             rails,
             outgoing,
             is_deaf: false,
+            exposes: false,
             introduction: Some(Introduction {
                 done,
                 undecided: (0..count).collect(),
@@ -151,6 +155,7 @@ impl Worker {
             taken: BTreeMap::new(),
         };
         self.peers.insert(key, peer);
+        self.tell_exposes(key);
         if count == 0 {
             warn!(
                 peer = key.0,
@@ -255,6 +260,9 @@ impl Worker {
                 self.leg_drained_there(key, grant, leg);
                 Ok(())
             }
+            Message::Exposes(exposes) => self.exposes_said(key, exposes),
+            Message::Exposed { grant, exposures } => self.exposed(key, grant, &exposures),
+            Message::AllExposed { grant } => self.all_exposed(key, grant),
             Message::Rails(_) => Err(PeerError::OutOfPlace),
         };
         if let Err(error) = heard {
@@ -682,7 +690,11 @@ impl Worker {
     pub(super) fn destroy_lane(&mut self, key: LaneKey) {
         if let Some(lane) = self.lanes.remove(key) {
             self.forget_lane(key, &lane);
-            let _no_grant = lane.revoke(&mut self.rails, []).expect(super::MUST_END);
+            let exposed = self.exposers.remove(&key);
+            let windows = exposed.into_iter().flat_map(Exposer::into_windows);
+            let _no_grant = lane
+                .revoke(&mut self.rails, windows)
+                .expect(super::MUST_END);
         }
     }
 
@@ -782,7 +794,9 @@ fn next_port(theirs: &[RailAddress], meant: usize, failures: u32) -> usize {
 
 /// What a peer's plane did that it must not.
 #[derive(Debug, thiserror::Error)]
-enum PeerError {
+pub(super) enum PeerError {
+    #[error("grant {0} is not one that it may expose anything for")]
+    Exposed(GrantId),
     #[error("grant {0} was said before, or is not one, or there are too many")]
     Grant(GrantId),
     #[error("lane {} is not one that can be", .0.0)]
@@ -829,6 +843,7 @@ mod tests {
             lid: 0,
             mtu: 5,
             is_ethernet: kind,
+            reads: 16,
         };
         let ours = [port(true, 0), port(true, 1)];
         let theirs = [port(true, 2), port(true, 3)];

@@ -12,8 +12,12 @@
 //! 1. Window mode: windows can be bound, and open what they should. A message with invalidation is
 //!    told as one, no other message is, and from then on the key opens nothing. No key opens
 //!    anything to another queue pair, and the region's own key opens nothing at all.
-//! 2. Each mode: the fence, which is the very function that fences lanes, ends the writes of a
+//! 2. Pull mode: the same, of windows that are for reads: the writer of the picture reads what the
+//!    owner sends. None of them opens anything to a write.
+//! 3. Each mode: the fence, which is the very function that fences lanes, ends the writes of a
 //!    writer in full flow. What the memory holds when it returns is what it holds ever after.
+//! 4. Pull mode: so does the fence of who reads. That of an owner ends what can be read: what its
+//!    memory holds from then on reaches nobody.
 //!
 //! What a port does not prove it is not used for. Each step has a time limit, so a device that does
 //! not answer has failed. All ports are tried at once. Its own pauses are a sixth of a second for
@@ -38,7 +42,7 @@ use super::ffi::{
     VerbsError, WorkCompletion,
 };
 use super::lanes::{self, fill_random, first_packet};
-use super::rails::{self, Rail};
+use super::rails::{Rail, Rights};
 use crate::plane::pools::Pool;
 
 /// What the probe leaves.
@@ -127,19 +131,24 @@ fn agree<T>(tried: Vec<(T, Vec<Mode>)>, wanted: &[Mode]) -> (Vec<T>, Vec<T>, Vec
 fn name(mode: Mode) -> &'static str {
     match mode {
         Mode::Lane => "lane",
+        Mode::Pull => "pull",
         Mode::Window => "window",
     }
 }
 
 fn try_mode(rail: &Rail, mode: Mode) -> Result<(), Refusal> {
-    let bench = Bench::new(rail, rails::access(&[mode])).map_err(at(Step::Prepare))?;
+    let bench = Bench::new(rail, mode).map_err(at(Step::Prepare))?;
     match mode {
         Mode::Lane => bench.try_region()?,
+        Mode::Pull => {
+            bench.try_windows()?;
+            bench
+                .try_fence_of_reads(&mut lanes::fence)
+                .map_err(at(Step::FenceOfReads))?;
+        }
         Mode::Window => bench.try_windows()?,
     }
-    bench
-        .try_fence(mode, &mut lanes::fence)
-        .map_err(at(Step::Fence))
+    bench.try_fence(&mut lanes::fence).map_err(at(Step::Fence))
 }
 
 /// Why a mode is refused.
@@ -160,14 +169,16 @@ enum Step {
     Bind,
     BindAgain,
     Fence,
+    FenceOfReads,
     Invalidate,
     Message,
     OldKey,
     OtherLane,
+    OtherUse,
     PoolKey,
     Prepare,
     Settle,
-    Write,
+    Use,
 }
 
 impl fmt::Display for Step {
@@ -175,15 +186,17 @@ impl fmt::Display for Step {
         f.write_str(match self {
             Self::Bind => "bind a memory window",
             Self::BindAgain => "bind a memory window that was invalidated",
-            Self::Fence => "fence a writer",
+            Self::Fence => "fence a peer",
+            Self::FenceOfReads => "fence reads",
             Self::Invalidate => "invalidate a memory window by a message",
             Self::Message => "send a message that invalidates nothing",
-            Self::OldKey => "refuse a write after the invalidation",
-            Self::OtherLane => "refuse a write through another queue pair",
-            Self::PoolKey => "refuse a write with the pool's own key",
+            Self::OldKey => "refuse a key after its invalidation",
+            Self::OtherLane => "refuse a key through another queue pair",
+            Self::OtherUse => "refuse a write with a key for reads",
+            Self::PoolKey => "refuse the pool's own key",
             Self::Prepare => "connect two queue pairs",
             Self::Settle => "keep the memory as it was",
-            Self::Write => "write what a key opens",
+            Self::Use => "write or read what a key opens",
         })
     }
 }
@@ -191,9 +204,9 @@ impl fmt::Display for Step {
 /// What the device did.
 #[derive(Debug, thiserror::Error)]
 enum Fault {
-    #[error("a write was done that must be refused")]
+    #[error("it was done, and must be refused")]
     Accepted,
-    #[error("bytes changed that nobody may write")]
+    #[error("bytes changed that must not")]
     Changed,
     #[error("it took {0:?}")]
     Late(Duration),
@@ -218,21 +231,27 @@ type Fence<'a> = &'a mut dyn FnMut(QueuePair, Vec<MemoryWindow>) -> Result<(), V
 
 /// A port, and scratch memory that its device knows.
 ///
-/// The memory starts with what writers send; then come areas that are written to.
+/// The memory starts with what writers send, or readers read; then come areas that it is to get to.
 struct Bench<'a> {
     rail: &'a Rail,
+    mode: Mode,
+    rights: Rights,
     domain: Arc<ProtectionDomain>,
     channel: Arc<CompletionChannel>,
     memory: Arc<Pool>,
     region: MemoryRegion,
-    /// What writers send.
+    /// What writers send, or readers read.
     sent: Vec<u8>,
     /// For each step.
     time_limit: Duration,
 }
 
 impl<'a> Bench<'a> {
-    fn new(rail: &'a Rail, access: Access) -> Result<Self, Fault> {
+    fn new(rail: &'a Rail, mode: Mode) -> Result<Self, Fault> {
+        Self::with(rail, mode, Rights::new(&[mode]))
+    }
+
+    fn with(rail: &'a Rail, mode: Mode, rights: Rights) -> Result<Self, Fault> {
         let memory = Arc::new(scratch()?);
         let mut sent = vec![0; index(SENT_BYTES)];
         // Random, so that no two writes bring the same bytes to the same place.
@@ -242,7 +261,9 @@ impl<'a> Bench<'a> {
         let domain = ProtectionDomain::new(context)?;
         Ok(Self {
             rail,
-            region: MemoryRegion::register(&domain, &memory, access)?,
+            mode,
+            rights,
+            region: MemoryRegion::register(&domain, &memory, rights.region)?,
             channel: CompletionChannel::new(context)?,
             domain,
             memory,
@@ -253,10 +274,10 @@ impl<'a> Bench<'a> {
 
     /// Two queue pairs that are connected to each other.
     fn pair(&self) -> Result<Pair, Fault> {
-        let end = |capacity| -> Result<(End, u32), Fault> {
+        let end = |access, capacity| -> Result<(End, u32), Fault> {
             let completions = CompletionQueue::new(&self.channel, capacity_of(&capacity))?;
             let queue_pair = QueuePair::new(&self.domain, &completions, capacity)?;
-            queue_pair.initialise(self.rail.port)?;
+            queue_pair.initialise(self.rail.port, access)?;
             let end = End {
                 queue_pair,
                 completions,
@@ -266,14 +287,13 @@ impl<'a> Bench<'a> {
             };
             Ok((end, first_packet()?))
         };
-        let (owner, owners_first) = end(Capacity {
-            sends: 1,
-            receives: MESSAGES,
-        })?;
-        let (writer, writers_first) = end(Capacity {
-            sends: WRITES,
-            receives: 1,
-        })?;
+        let (owners, writers) = match self.mode {
+            Mode::Lane | Mode::Window => (self.rights.granting, self.rights.exposing),
+            Mode::Pull => (self.rights.exposing, self.rights.granting),
+        };
+        let capacity = |sends, receives| Capacity { sends, receives };
+        let (owner, owners_first) = end(owners, capacity(1, MESSAGES))?;
+        let (writer, writers_first) = end(writers, capacity(WRITES, 1))?;
         owner.queue_pair.post_receives(RECEIVE, MESSAGES)?;
         let (owners, writers) = (owner.queue_pair.number(), writer.queue_pair.number());
         // From the port to itself.
@@ -285,16 +305,20 @@ impl<'a> Bench<'a> {
         Ok(Pair { writer, owner })
     }
 
-    /// Binds a window to an area.
+    /// Binds a window to an area, or to all that may be read.
     fn bind(&self, owner: &mut End, window: &mut MemoryWindow, area: u64) -> Result<RKey, Fault> {
         let rkey = window.take_key().expect("it was bound twice at most");
+        let ((from, bytes), access) = match self.mode {
+            Mode::Lane | Mode::Window => ((area, AREA_BYTES), Access::REMOTE_WRITE),
+            Mode::Pull => ((0, SENT_BYTES), Access::REMOTE_READ),
+        };
         let mut chain = SendChain::new();
         chain.bind(
             BIND,
             Signal::Yes,
             (window, rkey),
-            (&self.region, area, AREA_BYTES),
-            Access::REMOTE_WRITE,
+            (&self.region, from, bytes),
+            access,
         );
         chain.post(&owner.queue_pair)?;
         window.bound_under(rkey);
@@ -302,22 +326,32 @@ impl<'a> Bench<'a> {
         Ok(rkey)
     }
 
-    /// One write: from `from` in what is sent to the start of an area.
-    fn write(&self, writer: &mut End, from: u64, area: u64, rkey: RKey) -> Result<(), Fault> {
-        let mut chain = SendChain::new();
-        let to = Target {
-            offset: area,
+    fn target(&self, offset: u64, rkey: RKey) -> Target {
+        Target {
+            offset,
             rkey,
             lkey: self.region.lkey(),
-        };
+            is_read: self.mode == Mode::Pull,
+        }
+    }
+
+    /// One write, or read: from `from` in what is sent to the start of an area.
+    fn post(&self, writer: &mut End, from: u64, to: Target) -> Result<(), Fault> {
+        let mut chain = SendChain::new();
         to.add(&mut chain, from, SHORT_BYTES);
         Ok(chain.post(&writer.queue_pair)?)
     }
 
-    /// A write that must be done, and arrive.
+    /// One that must be done, and arrive.
     fn lands(&self, pair: &mut Pair, from: u64, area: u64, rkey: RKey) -> Result<(), Fault> {
-        self.write(&mut pair.writer, from, area, rkey)?;
-        pair.writer.told(Opcode::Write)?;
+        let target = self.target(area, rkey);
+        self.post(&mut pair.writer, from, target)?;
+        let done = if target.is_read {
+            Opcode::Read
+        } else {
+            Opcode::Write
+        };
+        pair.writer.told(done)?;
         let want = &self.sent[index(from)..][..SHORT_BYTES as usize];
         // M: an acknowledgement does not say that the bytes can be seen here yet.
         let deadline = Instant::now() + self.time_limit;
@@ -330,10 +364,14 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// A write that must be refused, by the device that it asks.
+    /// One that must be refused, by the device that it asks.
     fn refused(&self, pair: &mut Pair, from: u64, area: u64, rkey: RKey) -> Result<(), Fault> {
-        let before = self.bytes(area, AREA_BYTES)?;
-        self.write(&mut pair.writer, from, area, rkey)?;
+        self.refuses(pair, from, self.target(area, rkey))
+    }
+
+    fn refuses(&self, pair: &mut Pair, from: u64, target: Target) -> Result<(), Fault> {
+        let before = self.bytes(0, MEMORY_BYTES)?;
+        self.post(&mut pair.writer, from, target)?;
         match pair.writer.next()?.result {
             Ok(_) => return Err(Fault::Accepted),
             // Nobody was asked.
@@ -342,7 +380,7 @@ impl<'a> Bench<'a> {
             }
             Err(_) => {}
         }
-        if self.bytes(area, AREA_BYTES)? != before {
+        if self.bytes(0, MEMORY_BYTES)? != before {
             return Err(Fault::Changed);
         }
         Ok(())
@@ -352,11 +390,11 @@ impl<'a> Bench<'a> {
     fn try_region(&self) -> Result<(), Refusal> {
         let mut pair = self.pair().map_err(at(Step::Prepare))?;
         self.lands(&mut pair, 64, area(0), self.region.rkey())
-            .map_err(at(Step::Write))?;
+            .map_err(at(Step::Use))?;
         pair.messages().map_err(at(Step::Message))
     }
 
-    /// What window mode rests on, but for the fence.
+    /// What window and pull mode rest on, but for the fence.
     fn try_windows(&self) -> Result<(), Refusal> {
         let (first, second) = (area(0), area(1));
         // S7: windows are all that opens a pool.
@@ -371,7 +409,7 @@ impl<'a> Bench<'a> {
         let rkey = self.bind(&mut pair.owner, &mut window, first);
         let rkey = rkey.map_err(at(Step::Bind))?;
         self.lands(&mut pair, 64, first, rkey)
-            .map_err(at(Step::Write))?;
+            .map_err(at(Step::Use))?;
         pair.messages().map_err(at(Step::Message))?;
         self.lands(&mut pair, 128, first, rkey)
             .map_err(at(Step::Message))?;
@@ -393,10 +431,26 @@ impl<'a> Bench<'a> {
         self.refused(&mut pair, 384, second, rkey)
             .map_err(at(Step::OldKey))?;
         drop(window);
+        if self.mode == Mode::Pull {
+            self.try_to_write().map_err(at(Step::OtherUse))?;
+        }
 
         thread::sleep(SETTLE);
         self.settled(&[(first, 128), (second, 320)])
             .map_err(at(Step::Settle))
+    }
+
+    /// Tries to write through a window that is for reads.
+    // S7: a peer that may read what it is sent can not change it.
+    fn try_to_write(&self) -> Result<(), Fault> {
+        let mut pair = self.pair()?;
+        let mut window = MemoryWindow::new(&self.domain)?;
+        let rkey = self.bind(&mut pair.owner, &mut window, 0)?;
+        let target = Target {
+            is_read: false,
+            ..self.target(SHORT_BYTES.into(), rkey)
+        };
+        self.refuses(&mut pair, 0, target)
     }
 
     /// Checks that the areas, and all after them, hold what was sent from there, and nothing else.
@@ -413,12 +467,16 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Fences writers in full flow, each in an area of its own. Their ends are kept, so each of
-    /// them goes on trying until the last has been fenced.
-    fn try_fence(&self, mode: Mode, fence: Fence<'_>) -> Result<(), Fault> {
+    /// Fences the owners of writers, or readers, in full flow, each in an area of its own. Their
+    /// ends are kept, so each of them goes on trying until the last has been fenced.
+    fn try_fence(&self, fence: Fence<'_>) -> Result<(), Fault> {
+        if self.mode == Mode::Pull {
+            self.memory.memory.write(0, &vec![0; index(MEMORY_BYTES)])?;
+            self.stamp(0)?;
+        }
         let mut rounds = Vec::new();
         for number in 0..ROUNDS {
-            let (writer, at_fence) = self.fence_one(mode, fence, number)?;
+            let (writer, at_fence) = self.fence_one(fence, number)?;
             rounds.push((number, writer, at_fence));
         }
         thread::sleep(SETTLE);
@@ -430,44 +488,48 @@ impl<'a> Bench<'a> {
         self.unchanged(&rounds)
     }
 
-    /// Checks that every area is what it was when its fence had returned.
+    /// Checks that every area is what it was when its fence had returned. What was read may have
+    /// been under way then: such an area has nothing that was sent after.
     fn unchanged(&self, rounds: &[(u64, End, Vec<u8>)]) -> Result<(), Fault> {
         for (number, _, at_fence) in rounds {
-            // S1: not a byte.
-            if self.bytes(area(*number), AREA_BYTES)? != *at_fence {
+            let now = self.bytes(area(*number), AREA_BYTES)?;
+            let is_fenced = match self.mode {
+                // S1: not a byte.
+                Mode::Lane | Mode::Window => now == *at_fence,
+                // S2: as above.
+                Mode::Pull => now.iter().all(|byte| *byte <= stamp(*number)),
+            };
+            if !is_fenced {
                 return Err(Fault::Changed);
             }
         }
         Ok(())
     }
 
+    /// From now on that is what can be read, so that it shows when it was.
+    fn stamp(&self, number: u64) -> Result<(), Fault> {
+        let stamped = vec![stamp(number); index(SENT_BYTES)];
+        Ok(self.memory.memory.write(0, &stamped)?)
+    }
+
     /// One writer, and what its area holds after the fence.
-    fn fence_one(
-        &self,
-        mode: Mode,
-        fence: Fence<'_>,
-        number: u64,
-    ) -> Result<(End, Vec<u8>), Fault> {
+    fn fence_one(&self, fence: Fence<'_>, number: u64) -> Result<(End, Vec<u8>), Fault> {
         let Pair {
             mut writer,
             mut owner,
         } = self.pair()?;
         let area = area(number);
         let mut windows = Vec::new();
-        let rkey = match mode {
+        let rkey = match self.mode {
             Mode::Lane => self.region.rkey(),
-            Mode::Window => {
+            Mode::Pull | Mode::Window => {
                 let mut window = MemoryWindow::new(&self.domain)?;
                 let rkey = self.bind(&mut owner, &mut window, area)?;
                 windows.push(window);
                 rkey
             }
         };
-        let target = Target {
-            offset: area,
-            rkey,
-            lkey: self.region.lkey(),
-        };
+        let target = self.target(area, rkey);
         let flow = Flow::default();
         // By a thread of its own: soft-RoCE sends within the call that posts.
         let (wrote, at_fence) = thread::scope(|scope| {
@@ -478,6 +540,33 @@ impl<'a> Bench<'a> {
         });
         wrote?;
         Ok((writer, at_fence?))
+    }
+
+    /// Fences who reads, with many reads outstanding, each in an area of its own.
+    fn try_fence_of_reads(&self, fence: Fence<'_>) -> Result<(), Fault> {
+        let mut rounds = Vec::new();
+        for number in 0..READ_ROUNDS {
+            let Pair {
+                writer: mut reader,
+                mut owner,
+            } = self.pair()?;
+            // Declared after its queue pair, and kept before it.
+            let mut window = MemoryWindow::new(&self.domain)?;
+            let target = self.target(area(number), self.bind(&mut owner, &mut window, 0)?);
+            let (mut chain, mut count) = (SendChain::new(), 0);
+            while count < READS && reader.post_some(&mut chain, target, &mut count)? {}
+            fence(reader.queue_pair, Vec::new())?;
+            let at_fence = self.bytes(area(number), AREA_BYTES)?;
+            rounds.push((at_fence, window, owner));
+        }
+        thread::sleep(SETTLE);
+        for (number, (at_fence, ..)) in (0..).zip(&rounds) {
+            // S1: not a byte.
+            if self.bytes(area(number), AREA_BYTES)? != *at_fence {
+                return Err(Fault::Changed);
+            }
+        }
+        Ok(())
     }
 
     /// Fences a writer as soon as it is in flow: in its first writes, or in those that follow its
@@ -506,6 +595,10 @@ impl<'a> Bench<'a> {
         let took = began.elapsed();
         if took > self.time_limit {
             return Err(Fault::Late(took));
+        }
+        if self.mode == Mode::Pull {
+            self.stamp(number + 1)?;
+            thread::sleep(READ_ON);
         }
         self.bytes(area(number), AREA_BYTES)
     }
@@ -537,23 +630,37 @@ fn scratch() -> Result<Pool, Fault> {
     Ok(Pool { spec, memory, fd })
 }
 
-/// Where a writer writes, and from what.
+/// Where a writer writes, and from what; or where a reader reads to.
 #[derive(Clone, Copy)]
 struct Target {
     offset: u64,
     rkey: RKey,
     lkey: u32,
+    is_read: bool,
 }
 
 impl Target {
     fn add(self, chain: &mut SendChain, from: u64, bytes: u32) {
-        let Self { offset, rkey, lkey } = self;
+        let Self { rkey, lkey, .. } = self;
+        let (here, there) = if self.is_read {
+            (self.offset, from)
+        } else {
+            (from, self.offset)
+        };
         let local = Local {
-            offset: from,
+            offset: here,
             bytes,
             lkey,
         };
-        chain.write(WRITE, Signal::Yes, local, Remote { offset, rkey });
+        let remote = Remote {
+            offset: there,
+            rkey,
+        };
+        if self.is_read {
+            chain.read(WRITE, Signal::Yes, local, remote);
+        } else {
+            chain.write(WRITE, Signal::Yes, local, remote);
+        }
     }
 }
 
@@ -627,16 +734,7 @@ impl End {
         let mut count = 0;
         while flow.state() < Flow::END && Instant::now() < deadline {
             flow.say(Flow::POSTING);
-            if self.outstanding + CHAIN <= WRITES as usize {
-                for _ in 0..CHAIN {
-                    // Each brings other bytes to the same place: the last packet of any shows.
-                    let shift = u64::from(count % SHIFTS) * u64::from(SHIFT_BYTES);
-                    target.add(&mut chain, shift, LONG_BYTES);
-                    count += 1;
-                }
-                chain.post(&self.queue_pair)?;
-                self.outstanding += CHAIN;
-            }
+            self.post_some(&mut chain, target, &mut count)?;
             self.poll()?;
             if self
                 .taken
@@ -652,6 +750,27 @@ impl End {
             self.taken.clear();
         }
         Ok(())
+    }
+
+    /// Posts some more writes, after `count` of them; whether there was room.
+    fn post_some(
+        &mut self,
+        chain: &mut SendChain,
+        target: Target,
+        count: &mut u32,
+    ) -> Result<bool, Fault> {
+        if self.outstanding + CHAIN > WRITES as usize {
+            return Ok(false);
+        }
+        for _ in 0..CHAIN {
+            // Each brings other bytes to the same place: the last packet of any shows.
+            let shift = u64::from(*count % SHIFTS) * u64::from(SHIFT_BYTES);
+            target.add(chain, shift, LONG_BYTES);
+            *count += 1;
+        }
+        chain.post(&self.queue_pair)?;
+        self.outstanding += CHAIN;
+        Ok(true)
     }
 
     /// Waits until every write has completed, one way or the other.
@@ -706,6 +825,11 @@ fn capacity_of(capacity: &Capacity) -> u32 {
     capacity.sends + capacity.receives
 }
 
+/// What is read in a round, and in no earlier one.
+fn stamp(number: u64) -> u8 {
+    u8::try_from(number + 1).expect("rounds are few")
+}
+
 /// Where an area starts.
 fn area(number: u64) -> u64 {
     SENT_BYTES + number * AREA_BYTES
@@ -719,6 +843,12 @@ fn index(bytes: u64) -> usize {
 /// barrier, so that now and then a packet is late, is found out by one probe of ten or twenty
 /// (measured on soft-RoCE).
 const ROUNDS: u64 = 16;
+
+/// Fences of who reads, and reads that each of them meets: 2 MiB.
+const READ_ROUNDS: u64 = 4;
+const READS: u32 = 64;
+
+const _: () = assert!(READ_ROUNDS <= ROUNDS);
 
 /// Writes that a writer has outstanding: 8 MiB, a tenth of a millisecond or more of any port.
 const WRITES: u32 = 256;
@@ -755,6 +885,9 @@ const NUMBER: u32 = 0x0102_0304;
 /// By how much each moment of a fence is later than that of the one before.
 const PAUSE_STEP: Duration = Duration::from_micros(30);
 
+/// How long a reader may go on after its owner's fence.
+const READ_ON: Duration = Duration::from_millis(2);
+
 /// For what is late to land.
 const SETTLE: Duration = Duration::from_millis(50);
 
@@ -769,9 +902,8 @@ const WRITE: u64 = 4;
 
 #[cfg(test)]
 mod tests {
+    use super::super::rails;
     use super::*;
-
-    const WINDOWS: &[Mode] = &[Mode::Window];
 
     #[test]
     fn ports_agree_on_modes_and_never_on_laxer_ones() {
@@ -815,7 +947,7 @@ mod tests {
     #[test]
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_device_that_keeps_the_rules_is_used_in_every_mode() {
-        let modes = [Mode::Window, Mode::Lane];
+        let modes = [Mode::Window, Mode::Pull, Mode::Lane];
         let began = Instant::now();
         let proven = prove(rails::discover(&[]).unwrap(), &modes);
         println!("the probe took {:?}", began.elapsed());
@@ -835,10 +967,10 @@ mod tests {
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_fence_that_does_nothing_is_caught() {
         let rail = rail();
-        for mode in [Mode::Window, Mode::Lane] {
-            let bench = Bench::new(&rail, rails::access(&[mode])).unwrap();
+        for mode in [Mode::Window, Mode::Lane, Mode::Pull] {
+            let bench = Bench::new(&rail, mode).unwrap();
             let mut kept = Kept::default();
-            let outcome = bench.try_fence(mode, &mut |queue_pair, windows| {
+            let outcome = bench.try_fence(&mut |queue_pair, windows| {
                 kept.windows.extend(windows);
                 kept.queue_pairs.push(queue_pair);
                 Ok(())
@@ -847,15 +979,35 @@ mod tests {
         }
     }
 
+    /// Soft-RoCE reads within the call that posts, so there nothing is left for a fence to end.
+    /// That a byte which lands after it would be seen is shown by one that this test changes.
+    #[test]
+    #[ignore = "needs an RDMA device: tests/rdma/run"]
+    fn a_byte_that_a_read_brings_after_the_fence_is_caught() {
+        let rail = rail();
+        let bench = Bench::new(&rail, Mode::Pull).unwrap();
+        let mut late = Vec::new();
+        let outcome = bench.try_fence_of_reads(&mut |queue_pair, windows| {
+            let memory = Arc::clone(&bench.memory);
+            late.push(thread::spawn(move || {
+                thread::sleep(SETTLE / 4);
+                memory.memory.write(area(1), &[0; 8]).unwrap();
+            }));
+            lanes::fence(queue_pair, windows)
+        });
+        assert!(matches!(outcome, Err(Fault::Changed)), "{outcome:?}");
+        late.into_iter().for_each(|late| late.join().unwrap());
+    }
+
     /// A single packet that lands after the fence, now and then, is seen.
     #[test]
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_fence_without_its_barrier_is_caught() {
         let rail = rail();
-        let bench = Bench::new(&rail, rails::access(&[Mode::Lane])).unwrap();
+        let bench = Bench::new(&rail, Mode::Lane).unwrap();
         let caught = (1..=200).find(|_| {
             let mut kept = Kept::default();
-            let outcome = bench.try_fence(Mode::Lane, &mut |queue_pair, _none| {
+            let outcome = bench.try_fence(&mut |queue_pair, _none| {
                 let stopped = queue_pair.stop();
                 kept.queue_pairs.push(queue_pair);
                 stopped
@@ -870,12 +1022,12 @@ mod tests {
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_fence_that_fails_or_takes_too_long_is_caught() {
         let rail = rail();
-        let mut bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        let mut bench = Bench::new(&rail, Mode::Window).unwrap();
         let error = VerbsError {
             call: "ibv_destroy_qp",
             code: 16,
         };
-        let outcome = bench.try_fence(Mode::Window, &mut |queue_pair, windows| {
+        let outcome = bench.try_fence(&mut |queue_pair, windows| {
             lanes::fence(queue_pair, windows)?;
             Err(error)
         });
@@ -884,7 +1036,7 @@ mod tests {
             "{outcome:?}"
         );
         bench.time_limit = Duration::from_secs(1);
-        let outcome = bench.try_fence(Mode::Window, &mut |queue_pair, windows| {
+        let outcome = bench.try_fence(&mut |queue_pair, windows| {
             thread::sleep(Duration::from_millis(1100));
             lanes::fence(queue_pair, windows)
         });
@@ -896,17 +1048,19 @@ mod tests {
     fn a_device_that_binds_no_windows_is_refused_for_them() {
         let rail = rail();
         // The region does not allow it: as for whoever cannot do it.
-        let bench = Bench::new(&rail, Access::LOCAL_WRITE).unwrap();
-        let (step, fault) = refusal(bench.try_windows());
-        assert_eq!(step, Step::Bind, "{fault}");
+        for mode in [Mode::Window, Mode::Pull] {
+            let bench = Bench::with(&rail, mode, Rights::new(&[])).unwrap();
+            let (step, fault) = refusal(bench.try_windows());
+            assert_eq!(step, Step::Bind, "{fault}");
+        }
     }
 
     #[test]
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_pool_that_its_own_key_opens_is_refused_for_windows() {
         let rail = rail();
-        let access = rails::access(&[Mode::Window, Mode::Lane]);
-        let bench = Bench::new(&rail, access).unwrap();
+        let rights = Rights::new(&[Mode::Window, Mode::Lane]);
+        let bench = Bench::with(&rail, Mode::Window, rights).unwrap();
         let (step, fault) = refusal(bench.try_windows());
         assert_eq!(step, Step::PoolKey, "{fault}");
         assert!(matches!(fault, Fault::Accepted), "{fault}");
@@ -916,7 +1070,7 @@ mod tests {
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_message_that_is_told_as_another_is_caught() {
         let rail = rail();
-        let bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        let bench = Bench::new(&rail, Mode::Window).unwrap();
         let (mut pair, mut window, rkey) = bound(&bench);
         // A plain message where an invalidation should be, and the other way round.
         let mut chain = SendChain::new();
@@ -948,7 +1102,7 @@ mod tests {
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_write_that_lands_where_it_must_not_is_caught() {
         let rail = rail();
-        let bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        let bench = Bench::new(&rail, Mode::Window).unwrap();
         let (mut pair, _window, rkey) = bound(&bench);
         let fault = bench.refused(&mut pair, 0, area(0), rkey).unwrap_err();
         assert!(matches!(fault, Fault::Accepted), "{fault}");
@@ -963,7 +1117,7 @@ mod tests {
     #[ignore = "needs an RDMA device: tests/rdma/run"]
     fn a_device_that_does_not_answer_is_refused_in_time() {
         let rail = rail();
-        let mut bench = Bench::new(&rail, rails::access(WINDOWS)).unwrap();
+        let mut bench = Bench::new(&rail, Mode::Window).unwrap();
         bench.time_limit = Duration::from_millis(50);
         let mut pair = bench.pair().unwrap();
         let fault = pair.owner.told(Opcode::Receive).unwrap_err();

@@ -12,7 +12,7 @@ use super::ffi::{
     Access, CompletionChannel, CompletionQueue, Completions, Context, GidEntry, GidKind, Limits,
     MemoryRegion, MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
 };
-use super::lanes::LANE_COMPLETIONS;
+use super::lanes::{LANE_COMPLETIONS, Side};
 use crate::plane::pools::Pool;
 
 /// A port of a device.
@@ -30,7 +30,50 @@ pub(super) struct Rail {
     /// Windows that are bound to nothing.
     windows: Vec<MemoryWindow>,
     regions: Vec<(PoolId, Arc<MemoryRegion>)>,
-    access: Access,
+    rights: Rights,
+}
+
+/// What devices may do, at the most: as little as the modes need.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Rights {
+    /// With a pool's own key; and whether windows may be bound to it.
+    pub(super) region: Access,
+    /// Through our end of a lane of ours, whose peer writes.
+    pub(super) granting: Access,
+    /// Through our end of a peer's lane, whose peer reads where it pulls.
+    pub(super) exposing: Access,
+}
+
+impl Rights {
+    pub(super) fn new(modes: &[Mode]) -> Self {
+        let base = Access::LOCAL_WRITE;
+        let mut rights = Self {
+            region: base,
+            granting: base,
+            exposing: base,
+        };
+        for mode in modes {
+            // S7: the pool's own key opens nothing where windows do it all. M: ibv_bind_mw(3): a
+            // window for remote writes needs a region with local write and the right to bind, no
+            // more; one for remote reads only needs the right to bind. Where peers are let in by
+            // reads alone, no peer can write through any queue pair or key.
+            match mode {
+                Mode::Lane => {
+                    rights.region = rights.region | Access::REMOTE_WRITE;
+                    rights.granting = rights.granting | Access::REMOTE_WRITE;
+                }
+                Mode::Pull => {
+                    rights.region = rights.region | Access::WINDOWS;
+                    rights.exposing = rights.exposing | Access::WINDOWS | Access::REMOTE_READ;
+                }
+                Mode::Window => {
+                    rights.region = rights.region | Access::WINDOWS;
+                    rights.granting = rights.granting | Access::WINDOWS | Access::REMOTE_WRITE;
+                }
+            }
+        }
+        rights
+    }
 }
 
 #[derive(Debug)]
@@ -78,19 +121,28 @@ impl Rail {
                 lid: attributes.lid,
                 mtu: attributes.mtu,
                 is_ethernet: attributes.is_ethernet,
+                reads: limits.reads_answered_max.min(READS_MAX),
             },
             limits,
             numa_node: numa_node(device),
             queues: Vec::new(),
             windows: Vec::new(),
             regions: Vec::new(),
-            access: access(&[]),
+            rights: Rights::new(&[]),
         }))
     }
 
-    /// Has pools registered for these modes from now on.
+    /// Has pools registered, and lanes made, for these modes from now on.
     pub(super) fn allow(&mut self, modes: &[Mode]) {
-        self.access = access(modes);
+        self.rights = Rights::new(modes);
+    }
+
+    /// What the peer of a lane may do through our end of it, at the most.
+    pub(super) fn access(&self, side: Side) -> Access {
+        match side {
+            Side::Destination(_) => self.rights.granting,
+            Side::Source(_) => self.rights.exposing,
+        }
     }
 
     /// The way from a queue pair here, whose first packet has the number `our_first`, to one of a
@@ -106,6 +158,8 @@ impl Rail {
             number: theirs.0,
             their_first: theirs.1,
             our_first,
+            reads_answered: self.address.reads,
+            reads_outstanding: self.limits.reads_outstanding_max.min(peer.reads),
         }
     }
 
@@ -193,7 +247,11 @@ impl Rail {
         if let Some((_, region)) = self.regions.iter().find(|(other, _)| *other == id) {
             return Ok(Arc::clone(region));
         }
-        let region = Arc::new(MemoryRegion::register(&self.domain, pool, self.access)?);
+        let region = Arc::new(MemoryRegion::register(
+            &self.domain,
+            pool,
+            self.rights.region,
+        )?);
         self.regions.push((id, Arc::clone(&region)));
         Ok(region)
     }
@@ -221,19 +279,6 @@ impl Rail {
     pub(super) fn counts(&self) -> (u64, u64) {
         (self.regions.len() as u64, self.windows.len() as u64)
     }
-}
-
-/// What a device may do with a pool's memory.
-pub(super) fn access(modes: &[Mode]) -> Access {
-    modes.iter().fold(Access::LOCAL_WRITE, |access, mode| {
-        // S7: the pool's own key opens nothing where windows do it all. M: ibv_bind_mw(3): a window
-        // for remote writes needs a region with local write and the right to bind, no more.
-        access
-            | match mode {
-                Mode::Window => Access::WINDOWS,
-                Mode::Lane => Access::REMOTE_WRITE,
-            }
-    })
 }
 
 /// The ports of the devices named, or of all: those that can be used. For no mode yet: see
@@ -284,6 +329,9 @@ fn numa_node(device: &str) -> Option<u32> {
 /// Completions of one queue: as many as some fifty lanes may have.
 const QUEUE_COMPLETIONS_MAX: u32 = 1 << 16;
 
+/// Reads of one lane at a time: enough for the longest way, if each is not very short.
+const READS_MAX: u8 = 16;
+
 /// Idle windows of one port.
 const WINDOWS_KEPT_MAX: usize = 1 << 14;
 
@@ -304,6 +352,29 @@ mod tests {
         }
         let gid = Gid(gid);
         GidEntry { gid, index, kind }
+    }
+
+    #[test]
+    fn where_peers_are_let_in_by_reads_alone_nothing_opens_to_a_write() {
+        let rights = Rights::new(&[Mode::Pull]);
+        for access in [rights.region, rights.granting, rights.exposing] {
+            assert!(!access.includes(Access::REMOTE_WRITE), "{rights:?}");
+        }
+        assert!(!rights.region.includes(Access::REMOTE_READ), "{rights:?}");
+        assert!(!rights.granting.includes(Access::REMOTE_READ), "{rights:?}");
+        assert!(rights.exposing.includes(Access::REMOTE_READ), "{rights:?}");
+    }
+
+    #[test]
+    fn where_peers_do_not_pull_nothing_opens_to_a_read() {
+        let rights = Rights::new(&[Mode::Window, Mode::Lane]);
+        for access in [rights.region, rights.granting, rights.exposing] {
+            assert!(!access.includes(Access::REMOTE_READ), "{rights:?}");
+        }
+        assert!(
+            !rights.exposing.includes(Access::REMOTE_WRITE),
+            "{rights:?}"
+        );
     }
 
     #[test]

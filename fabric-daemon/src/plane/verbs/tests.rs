@@ -13,6 +13,7 @@ use crate::plane::testing::{self, Event, Pair, Random, Side};
 mod hostile;
 mod legs;
 mod port;
+mod pull;
 
 const OUT: LinkId = LinkId(1);
 const BACK: LinkId = LinkId(2);
@@ -79,9 +80,17 @@ async fn planes_with(
     settings: VerbsSettings,
     faults: &Arc<Faults>,
 ) -> (Pair, [Arc<VerbsPlane>; 2]) {
+    planes_of([settings.clone(), settings], faults).await
+}
+
+/// The source's settings first.
+async fn planes_of(
+    [of_source, of_target]: [VerbsSettings; 2],
+    faults: &Arc<Faults>,
+) -> (Pair, [Arc<VerbsPlane>; 2]) {
     log();
-    let (source, here) = side(settings.clone(), faults);
-    let (target, there) = side(settings, faults);
+    let (source, here) = side(of_source, faults);
+    let (target, there) = side(of_target, faults);
     let (out, back) = testing::connect().await;
     let (ours, theirs) = tokio::join!(
         here.introduce(&out, Opener::Us),
@@ -191,7 +200,10 @@ async fn a_second_writer_and_one_with_another_key_are_refused() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an RDMA device: tests/rdma/run"]
 async fn more_grants_than_lanes_wait_for_their_turn() {
-    let mut pair = pair().await;
+    grants_wait_for_lanes(&mut pair().await).await;
+}
+
+async fn grants_wait_for_lanes(pair: &mut Pair) {
     let mut random = Random::new(32);
     let spec = testing::spec(2, 4096, 64);
     pair.source.fill(spec, &mut random);

@@ -32,6 +32,7 @@ use super::lanes::{Kind, Lane, LaneKey, Lanes};
 use super::lanes::{Side, State};
 use super::outbound::Writer;
 use super::peers::{Peer, PeerKey};
+use super::pull_outbound::Exposer;
 use super::rails::Rail;
 use crate::plane::faults::Faults;
 use crate::plane::grants::Terms;
@@ -146,6 +147,8 @@ pub(super) struct Worker {
     pub(super) counts: Arc<Counts>,
     // Windows before lanes: a queue pair with bound windows takes long to destroy.
     pub(super) grants: BTreeMap<GrantId, Inbound>,
+    /// What peers may read, by the lane that they read through.
+    pub(super) exposers: BTreeMap<LaneKey, Exposer>,
     pub(super) lanes: Lanes,
     pub(super) rails: Vec<Rail>,
     /// The rails', as peers know them.
@@ -346,6 +349,7 @@ impl Worker {
             }
             (Kind::Binds, _) => self.binds_completed(lane),
             (Kind::Drain, _) => self.drain_completed(lane),
+            (Kind::Exposures, _) => self.exposures_bound(lane),
             (Kind::Probe, _) => {
                 if let Some(found) = self.lanes.find(lane) {
                     found.completed();
@@ -353,6 +357,7 @@ impl Worker {
                 self.lane_probed(lane);
             }
             (Kind::Progress | Kind::Writes, _) => self.writes_completed(lane),
+            (Kind::Reads | Kind::Returns, _) => self.reads_completed(lane),
             (Kind::Receive, other) => {
                 debug!(?other, "a message that no plane sends");
                 self.lane_broke(lane, "a message that no plane sends");
@@ -378,6 +383,7 @@ impl Worker {
             self.looked_for_late = now;
             self.fail_late_writers(now);
             self.fence_late_legs(now);
+            self.fail_unread_writers(now);
             self.publish();
         }
     }
@@ -517,7 +523,8 @@ impl Worker {
 
     fn publish(&self) {
         let bound: u64 = self.grants.values().map(Inbound::windows).sum();
-        let (mut regions, mut windows) = (0, bound);
+        let exposed: u64 = self.exposers.values().map(Exposer::windows).sum();
+        let (mut regions, mut windows) = (0, bound + exposed);
         for rail in &self.rails {
             let (of_rail, idle) = rail.counts();
             regions += of_rail;

@@ -79,12 +79,30 @@ impl SendChain {
     ///
     /// Where the chain is full; so do the others.
     pub(crate) fn write(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
+        let opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+        self.transfer(opcode, (wr_id, signal), local, remote);
+    }
+
+    /// Reads from the peer's memory into this host's.
+    pub(crate) fn read(&mut self, wr_id: u64, signal: Signal, local: Local, remote: Remote) {
+        let opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
+        self.transfer(opcode, (wr_id, signal), local, remote);
+    }
+
+    #[inline]
+    fn transfer(
+        &mut self,
+        opcode: sys::ibv_wr_opcode::Type,
+        (wr_id, signal): (u64, Signal),
+        local: Local,
+        remote: Remote,
+    ) {
         self.pieces[self.len] = sys::ibv_sge {
             addr: local.offset,
             length: local.bytes,
             lkey: local.lkey,
         };
-        let request = self.next(sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, wr_id, signal);
+        let request = self.next(opcode, wr_id, signal);
         request.num_sge = 1;
         request.wr.rdma = sys::rdma_t {
             remote_addr: remote.offset,

@@ -38,6 +38,10 @@ unsafe impl Sync for Context {}
 pub(crate) struct Limits {
     pub(crate) ports: u8,
     pub(crate) completions_max: u32,
+    /// Reads of its peer that a queue pair answers at a time.
+    pub(crate) reads_answered_max: u8,
+    /// Reads that a queue pair has outstanding at a time.
+    pub(crate) reads_outstanding_max: u8,
 }
 
 /// A port, as it is now.
@@ -129,6 +133,8 @@ impl Context {
         Ok(Limits {
             ports: attributes.phys_port_cnt,
             completions_max: count(attributes.max_cqe),
+            reads_answered_max: count_u8(attributes.max_qp_rd_atom),
+            reads_outstanding_max: count_u8(attributes.max_qp_init_rd_atom),
         })
     }
 
@@ -311,6 +317,10 @@ impl Drop for DeviceList {
 
 fn count(limit: i32) -> u32 {
     u32::try_from(limit).unwrap_or(0)
+}
+
+fn count_u8(limit: i32) -> u8 {
+    u8::try_from(limit.max(0)).unwrap_or(u8::MAX)
 }
 
 /// M: verbs.h, `IBV_LINK_LAYER_ETHERNET`.

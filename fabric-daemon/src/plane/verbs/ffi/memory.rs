@@ -16,10 +16,20 @@ pub(crate) struct Access(pub(super) u32);
 impl Access {
     /// Write for this host: what a read brings, or a peer's write.
     pub(crate) const LOCAL_WRITE: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
+    /// Read for a peer that shows the key.
+    pub(crate) const REMOTE_READ: Self = Self(sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
     /// Write for a peer that shows the key.
     pub(crate) const REMOTE_WRITE: Self = Self(sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
     /// Have windows bound to it.
     pub(crate) const WINDOWS: Self = Self(sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
+}
+
+#[cfg(test)]
+impl Access {
+    /// Whether it allows all that `other` does.
+    pub(crate) fn includes(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
 }
 
 impl BitOr for Access {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rdma_mummy_sys as sys;
 
 use super::{
-    CompletionQueue, Gid, ProtectionDomain, VerbsError, check, check_pointer, log_failure,
+    Access, CompletionQueue, Gid, ProtectionDomain, VerbsError, check, check_pointer, log_failure,
 };
 
 /// How much a queue pair takes.
@@ -42,6 +42,11 @@ pub(crate) struct Route {
     pub(crate) their_first: u32,
     /// Our first packet's number.
     pub(crate) our_first: u32,
+    /// Reads of the peer's that we answer at a time. At most what our device takes.
+    pub(crate) reads_answered: u8,
+    /// Reads of ours that are outstanding at a time. At most what the peer answers: more would
+    /// break the connection.
+    pub(crate) reads_outstanding: u8,
 }
 
 /// A reliable connection.
@@ -99,14 +104,12 @@ impl QueuePair {
         unsafe { (*self.raw).qp_num }
     }
 
-    /// From `Reset` to `Init`: receives may be posted.
-    pub(crate) fn initialise(&self, port: u8) -> Result<(), VerbsError> {
+    /// From `Reset` to `Init`: receives may be posted. `access` is the most that the peer may do
+    /// through this queue pair, whatever key it shows.
+    pub(crate) fn initialise(&self, port: u8, access: Access) -> Result<(), VerbsError> {
         let mut attributes = state(sys::ibv_qp_state::IBV_QPS_INIT);
         attributes.port_num = port;
-        attributes.qp_access_flags = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
-            | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
-            | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
-            | sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0;
+        attributes.qp_access_flags = access.0;
         let mask = sys::ibv_qp_attr_mask::IBV_QP_STATE.0
             | sys::ibv_qp_attr_mask::IBV_QP_PKEY_INDEX.0
             | sys::ibv_qp_attr_mask::IBV_QP_PORT.0
@@ -120,7 +123,7 @@ impl QueuePair {
         attributes.path_mtu = route.mtu.into();
         attributes.dest_qp_num = route.number;
         attributes.rq_psn = route.their_first;
-        attributes.max_dest_rd_atomic = READS_OUTSTANDING_MAX;
+        attributes.max_dest_rd_atomic = route.reads_answered;
         attributes.min_rnr_timer = NOT_READY_WAIT;
         attributes.ah_attr = sys::ibv_ah_attr {
             grh: sys::ibv_global_route {
@@ -151,7 +154,7 @@ impl QueuePair {
         attributes.retry_cnt = RETRIES_MAX;
         attributes.rnr_retry = NOT_READY_RETRIES;
         attributes.sq_psn = route.our_first;
-        attributes.max_rd_atomic = READS_OUTSTANDING_MAX;
+        attributes.max_rd_atomic = route.reads_outstanding;
         let mask = sys::ibv_qp_attr_mask::IBV_QP_STATE.0
             | sys::ibv_qp_attr_mask::IBV_QP_TIMEOUT.0
             | sys::ibv_qp_attr_mask::IBV_QP_RETRY_CNT.0
@@ -241,9 +244,6 @@ fn state(state: sys::ibv_qp_state::Type) -> sys::ibv_qp_attr {
     attributes.qp_state = state;
     attributes
 }
-
-/// Reads of one queue pair at a time. The most that every device here has is 16 or more.
-const READS_OUTSTANDING_MAX: u8 = 16;
 
 /// How long a sender waits that finds no receive: 0.64 ms. M: ibv_modify_qp(3), `min_rnr_timer`.
 const NOT_READY_WAIT: u8 = 12;

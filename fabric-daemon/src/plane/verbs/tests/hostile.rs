@@ -167,7 +167,10 @@ impl Liar {
             Message::Rerouted { grant, .. } => {
                 self.say(Message::GivenUp { grant: *grant }).await;
             }
-            Message::LaneReady { .. }
+            Message::AllExposed { .. }
+            | Message::Exposed { .. }
+            | Message::Exposes(_)
+            | Message::LaneReady { .. }
             | Message::LaneGone { .. }
             | Message::Rails(_)
             | Message::Usable(_)
@@ -184,7 +187,9 @@ impl Liar {
         };
         let completions = CompletionQueue::new(&self.channel, LIES_MAX + 64).unwrap();
         let queue_pair = QueuePair::new(&self.domain, &completions, capacity).unwrap();
-        queue_pair.initialise(self.port).unwrap();
+        queue_pair
+            .initialise(self.port, Access::LOCAL_WRITE)
+            .unwrap();
         queue_pair.post_receives(RECEIVE, self.receives).unwrap();
         (queue_pair, completions)
     }
@@ -202,6 +207,8 @@ impl Liar {
             number: offer.number,
             their_first: offer.first,
             our_first: FIRST,
+            reads_answered: self.ours.reads,
+            reads_outstanding: peer.reads,
         };
         queue_pair.connect(&route).unwrap();
         let number = queue_pair.number();

@@ -173,7 +173,12 @@ async fn lanes_break_at_random_moments(modes: &[Mode], rounds: u64) {
 }
 
 /// Everything but the slots of a grant is as it was.
-fn assert_outside_unchanged(spec: &PoolSpec, before: &[u8], after: &[u8], slots: &[u32]) {
+pub(super) fn assert_outside_unchanged(
+    spec: &PoolSpec,
+    before: &[u8],
+    after: &[u8],
+    slots: &[u32],
+) {
     let page_bytes = spec.layout.page_bytes as usize;
     for region in 0..spec.layout.regions {
         for slot in (0..spec.slots).filter(|slot| !slots.contains(slot)) {
