@@ -602,7 +602,11 @@ const PLANES: Choice<PlaneKind> = Choice {
 
 const MODES: Choice<VerbsMode> = Choice {
     key: "verbs.modes",
-    words: &[("window", VerbsMode::Window), ("lane", VerbsMode::Lane)],
+    words: &[
+        ("window", VerbsMode::Window),
+        ("lane", VerbsMode::Lane),
+        ("pull", VerbsMode::Pull),
+    ],
     about: "How a peer's device may be let in, the preferred first.",
 };
 

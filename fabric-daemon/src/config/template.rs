@@ -14,7 +14,8 @@ const VERBS: &str = r#"
 devices = []
 # How a peer's device may be let in, the preferred first. "window": to the pages of its grant, for
 # as long as that is open. "lane": to the whole pool, and stopped by its own word or with its queue
-# pair: for peers that are trusted like this daemon itself.
+# pair: for peers that are trusted like this daemon itself. "pull": not at all; this daemon's device
+# reads from peers that list "pull" as well, which lets them read what is sent to them from here.
 modes = ["window"]
 "#;
 

@@ -56,6 +56,17 @@ fn the_template_has_every_key_and_its_comments_parse_too() {
 }
 
 #[test]
+fn modes_of_the_verbs_plane_keep_their_order() {
+    let config = Config::parse("[verbs]\nmodes = [\"pull\", \"window\", \"lane\"]").unwrap();
+    let modes = [VerbsMode::Pull, VerbsMode::Window, VerbsMode::Lane];
+    assert_eq!(config.verbs.modes, modes);
+    assert_eq!(
+        error("[verbs]\nmodes = [\"push\"]"),
+        "verbs.modes: \"push\" is not one of \"window\", \"lane\", \"pull\""
+    );
+}
+
+#[test]
 fn a_number_outside_its_bounds_is_named_with_them() {
     assert_eq!(
         error("[transfer]\noutstanding_bytes_max = 12"),
