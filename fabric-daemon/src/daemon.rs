@@ -79,6 +79,7 @@ impl Shell {
         let sessions = Sessions::new(
             config.engines.clone(),
             Arc::clone(pools),
+            Arc::clone(&planes),
             events.clone(),
             Arc::clone(&metrics),
         );

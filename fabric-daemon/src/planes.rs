@@ -157,6 +157,25 @@ impl Planes {
         }
     }
 
+    /// Says that a pool is there, before the machine hears of it, and waits until the planes are
+    /// ready for it: elsewhere, as a device may need seconds for many gigabytes.
+    pub(crate) async fn pool_here(self: &Arc<Self>, pool: PoolId) {
+        if self.verbs.is_none() {
+            return;
+        }
+        let planes = Arc::clone(self);
+        let ready = tokio::task::spawn_blocking(move || {
+            if let Some(verbs) = &planes.verbs {
+                verbs.pool_here(pool);
+            }
+        });
+        match ready.await {
+            Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
+            // Cancelled: the runtime ends.
+            Ok(()) | Err(_) => {}
+        }
+    }
+
     /// Says that a pool is gone, after it has been taken out of the pools.
     pub(crate) fn pool_gone(&self, pool: PoolId) {
         if let Some(verbs) = &self.verbs {

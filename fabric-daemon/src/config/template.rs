@@ -34,7 +34,8 @@ state_dir = "{STATE_DIR}"
 
 # {about} Each is one of {planes}.
 # "shm" is for two pools on one host, and needs listen.shm; "quic" is for any two hosts; "verbs" is
-# RDMA, and needs a build with the feature rdma and a device with an active port.
+# RDMA, and needs a build with the feature rdma and a device with an active port. It pins every
+# pool when its engine registers it: RLIMIT_MEMLOCK must allow that.
 planes = ["shm", "quic"]
 
 [listen]

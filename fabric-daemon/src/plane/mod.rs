@@ -68,6 +68,11 @@ pub trait Plane: Send + Sync {
     /// machine, and what went wrong comes back as an input.
     fn submit(&self, command: PlaneCommand);
 
+    /// Hears that a pool is there, before any command names it. Takes the seconds that a device may
+    /// need for many gigabytes: for threads that may wait. What goes wrong is said, and fails what
+    /// is asked of the plane for that pool.
+    fn pool_here(&self, _pool: PoolId) {}
+
     /// Hears that a pool is gone: its memory is to be let go with the last that uses it.
     fn pool_gone(&self, _pool: PoolId) {}
 

@@ -304,11 +304,22 @@ impl Side {
         let pool = pool(spec);
         let bytes = random.bytes(usize::try_from(spec.bytes()).unwrap());
         pool.memory.write(0, &bytes).unwrap();
-        drop(self.pools.remove(self.pool_id()));
-        self.plane.pool_gone(self.pool_id());
+        self.replace(pool);
+        bytes
+    }
+
+    /// Replaces the pool.
+    pub(super) fn replace(&self, pool: Pool) {
+        self.take_pool_away();
         self.pool.fetch_add(1, Ordering::Relaxed);
         self.pools.insert(self.pool_id(), pool);
-        bytes
+        self.plane.pool_here(self.pool_id());
+    }
+
+    /// As when its engine is gone.
+    pub(super) fn take_pool_away(&self) {
+        drop(self.pools.remove(self.pool_id()));
+        self.plane.pool_gone(self.pool_id());
     }
 
     fn pool_id(&self) -> PoolId {

@@ -8,7 +8,8 @@
 //! 1. The first message is a hello, within five seconds: our version, a name that is in the
 //!    configuration, from a process of the user that the configuration says.
 //! 2. Then every message goes to the machine as it comes. Only a pool's registration is dealt with
-//!    here: its memory is checked and mapped before the machine hears of it.
+//!    here: its memory is checked and mapped, and the planes are ready for it, before the machine
+//!    hears of it. What its engine says next waits meanwhile.
 //! 3. However a session ends, the machine hears of it exactly once.
 
 mod listener;
@@ -38,6 +39,7 @@ use crate::config::EngineEntry;
 use crate::driver::Event;
 use crate::metrics::Metrics;
 use crate::plane::Pools;
+use crate::planes::Planes;
 use crate::registry::{Closing, Outgoing, Registry};
 
 pub use listener::ListenError;
@@ -48,6 +50,7 @@ pub(crate) struct Sessions {
     registry: Registry<EngineId, About>,
     allowed: Vec<EngineEntry>,
     pools: Arc<Pools>,
+    planes: Arc<Planes>,
     events: mpsc::Sender<Event>,
     metrics: Arc<Metrics>,
     permits: Arc<Semaphore>,
@@ -67,6 +70,7 @@ impl Sessions {
     pub(crate) fn new(
         allowed: Vec<EngineEntry>,
         pools: Arc<Pools>,
+        planes: Arc<Planes>,
         events: mpsc::Sender<Event>,
         metrics: Arc<Metrics>,
     ) -> Arc<Self> {
@@ -74,6 +78,7 @@ impl Sessions {
             registry: Registry::new(),
             allowed,
             pools,
+            planes,
             events,
             metrics,
             permits: Arc::new(Semaphore::new(ENGINES_MAX)),
@@ -288,7 +293,10 @@ impl Sessions {
         let event = match (message, fds.pop()) {
             (ToDaemon::RegisterPool { seq, spec }, Some(fd)) => {
                 match self.map_pool(engine, seq, spec, fd, pools_mapped)? {
-                    Ok(event) => event,
+                    Ok((pool, event)) => {
+                        self.planes.pool_here(pool).await;
+                        event
+                    }
                     Err(reason) => {
                         self.metrics.rejected(&reason);
                         self.send(engine, &ToEngine::Rejected { seq, reason });

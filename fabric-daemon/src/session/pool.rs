@@ -15,7 +15,7 @@ use crate::driver::Event;
 use crate::plane::Pool;
 
 impl Sessions {
-    /// Checks and maps a pool's memory; gives what the machine is to be told.
+    /// Checks and maps a pool's memory; gives its name, and what the machine is to be told.
     ///
     /// The outer error ends the session; the inner one turns the request away. The machine checks
     /// the spec again: here, the check is what makes its bytes a sane number.
@@ -26,7 +26,7 @@ impl Sessions {
         spec: PoolSpec,
         fd: OwnedFd,
         pools_mapped: &mut usize,
-    ) -> Result<Result<Event, Rejection>, Ended> {
+    ) -> Result<Result<(PoolId, Event), Rejection>, Ended> {
         // S9: first of all, whether it can hold what it advertises.
         if let Err(reason) = spec.check() {
             return Ok(Err(reason));
@@ -52,13 +52,14 @@ impl Sessions {
         let pool = self.next_pool()?;
         *pools_mapped += 1;
         self.pools.insert(pool, Pool { spec, memory, fd });
-        Ok(Ok(Input::RegisterPool {
+        let event = Input::RegisterPool {
             engine,
             seq,
             pool,
             spec,
             memory_bytes,
-        }))
+        };
+        Ok(Ok((pool, event)))
     }
 
     /// A name that no pool had before. It never wraps.

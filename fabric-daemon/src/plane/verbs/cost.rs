@@ -19,6 +19,7 @@ use tokio::sync::{Semaphore, oneshot};
 use super::codec::Message;
 use super::peers::PeerKey;
 use super::rails;
+use super::regions::Registrar;
 use super::worker::{Order, Turn, Worker};
 use super::{Mode, VerbsPlane, VerbsSettings};
 use crate::plane::PlaneProofs;
@@ -127,6 +128,7 @@ impl End {
             .for_each(|rail| rail.allow(&settings.modes));
         let worker = VerbsPlane::worker(rails, pools, sender, settings, 8 << 20, Arc::default());
         let worker = worker.unwrap();
+        Registrar::new(&worker).register(POOL);
         let (outgoing, done) = (mpsc::channel(4096), oneshot::channel());
         worker.inbox.push(Order::PeerUp {
             peer: PEER,

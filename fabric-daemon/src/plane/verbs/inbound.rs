@@ -171,6 +171,9 @@ impl Worker {
             pages,
         } = terms;
         let pool = self.pools.find(pool_id).ok_or(PlanError::Memory)?;
+        if !self.regions.knows(pool_id) {
+            return Err(PlanError::NotRegistered);
+        }
         let slots = slots.iter().map(|slot| slot.index.0);
         let area = Area::new(&pool.spec, slots).ok_or(PlanError::Memory)?;
         if !pages.iter().all(|run| area.holds(*run)) {
@@ -256,10 +259,8 @@ impl Worker {
     fn laned(&mut self, grant: GrantId, leg: LegNumber, key: LaneKey) -> Result<Bound, String> {
         let inbound = &self.grants[&grant];
         let lane = self.lanes.find(key).expect("an idle lane is there");
-        let rail = &mut self.rails[lane.rail];
-        let region = rail
-            .region(inbound.pool_id, &inbound.pool)
-            .map_err(|error| format!("register a pool at {}: {error}", rail.device()))?;
+        let region = self.regions.find(lane.rail, inbound.pool_id);
+        let region = Arc::clone(region.ok_or("its pool is gone")?);
         let idle = Side::Destination(State::Idle);
         assert_eq!(lane.side, idle, "one grant at a time");
         lane.side = Side::Destination(State::Busy(grant, leg));
@@ -719,6 +720,8 @@ enum PlanError {
     Memory,
     #[error("verbs.modes allows none that the peer does too")]
     NoMode,
+    #[error("no RDMA device knows its pool")]
+    NotRegistered,
     #[error("its pages are {got} runs, and {most} are the most; verbs.modes could allow \"lane\"")]
     TooMany { got: usize, most: usize },
 }

@@ -25,6 +25,7 @@
 //! ```
 //!
 //! - [`ffi`]: the verbs API with safe owners.
+//! - `regions`: pools, as the devices know them.
 //! - `rails`: ports; `probe`: what a port must prove before it is used; `lanes`: queue pairs;
 //!   `extents`: which memory a grant is.
 //! - `inbound` and `outbound`: a grant at its destination, a writer at its source; `pull_inbound`
@@ -54,6 +55,7 @@ mod probe;
 mod pull_inbound;
 mod pull_outbound;
 mod rails;
+mod regions;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -79,6 +81,7 @@ use self::ffi::SendChain;
 use self::lanes::Lanes;
 use self::peers::PeerKey;
 use self::rails::Rail;
+use self::regions::{Regions, Registrar};
 use self::worker::{Counts, Inbox, Order, Worker};
 use super::faults::Faults;
 use super::outbox::Outbox;
@@ -92,6 +95,7 @@ pub(crate) use self::link::Introduced;
 #[derive(Debug)]
 pub struct VerbsPlane {
     inbox: Arc<Inbox>,
+    registrar: Registrar,
     counts: Arc<Counts>,
     addresses: Vec<RailAddress>,
     next_peer: AtomicU64,
@@ -184,6 +188,7 @@ impl VerbsPlane {
             outstanding_bytes_max,
             faults,
         )?;
+        let registrar = Registrar::new(&worker);
         let (inbox, counts) = (Arc::clone(&worker.inbox), Arc::clone(&worker.counts));
         let addresses = worker.addresses.clone();
         let thread = thread::Builder::new()
@@ -192,6 +197,7 @@ impl VerbsPlane {
             .map_err(VerbsStartError::Thread)?;
         Ok(Self {
             inbox,
+            registrar,
             counts,
             addresses,
             next_peer: AtomicU64::new(0),
@@ -223,6 +229,7 @@ impl VerbsPlane {
             exposers: BTreeMap::new(),
             lanes: Lanes::default(),
             rails,
+            regions: Regions::default(),
             addresses,
             peers: BTreeMap::new(),
             links: HashMap::new(),
@@ -293,6 +300,10 @@ impl Plane for VerbsPlane {
 
     fn submit(&self, command: PlaneCommand) {
         self.inbox.push(Order::Command(command));
+    }
+
+    fn pool_here(&self, pool: PoolId) {
+        self.registrar.register(pool);
     }
 
     fn pool_gone(&self, pool: PoolId) {

@@ -204,6 +204,10 @@ impl Worker {
             debug!(%transfer, %grant, %link, "writer failed: the link is down");
             return source.fail();
         }
+        if !self.regions.knows(source.pool_id) {
+            info!(%transfer, %grant, "writer failed: no RDMA device knows its pool");
+            return source.fail();
+        }
         let now = Instant::now();
         let writer = Writer {
             source,
@@ -316,10 +320,8 @@ impl Worker {
         };
         match (lane.side, lane.next) {
             (Side::Source(None), _) => {
-                let rail = &mut self.rails[lane.rail];
-                let region = rail
-                    .region(source.pool_id, &source.pool)
-                    .map_err(|error| format!("register a pool: {error}"))?;
+                let region = self.regions.find(lane.rail, source.pool_id);
+                let region = Arc::clone(region.ok_or("its pool is gone")?);
                 lane.side = Side::Source(Some((transfer, leg)));
                 found.way = Way::Laned(key, region);
                 if is_pull {

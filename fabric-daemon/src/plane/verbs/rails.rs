@@ -3,17 +3,15 @@
 use std::fs;
 use std::sync::Arc;
 
-use fabric_proto::ids::PoolId;
 use tracing::{info, warn};
 
 use super::Mode;
 use super::codec::{RAILS_MAX, RailAddress};
 use super::ffi::{
     Access, CompletionChannel, CompletionQueue, Completions, Context, GidEntry, GidKind, Limits,
-    MemoryRegion, MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
+    MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
 };
 use super::lanes::{LANE_COMPLETIONS, Side};
-use crate::plane::pools::Pool;
 
 /// A port of a device.
 #[derive(Debug)]
@@ -29,7 +27,6 @@ pub(super) struct Rail {
     queues: Vec<Queue>,
     /// Windows that are bound to nothing.
     windows: Vec<MemoryWindow>,
-    regions: Vec<(PoolId, Arc<MemoryRegion>)>,
     rights: Rights,
 }
 
@@ -127,7 +124,6 @@ impl Rail {
             numa_node: numa_node(device),
             queues: Vec::new(),
             windows: Vec::new(),
-            regions: Vec::new(),
             rights: Rights::new(&[]),
         }))
     }
@@ -238,27 +234,9 @@ impl Rail {
         self.queues.get(index).map(|queue| &*queue.completions)
     }
 
-    /// The region of a pool, registered when it is first asked for.
-    pub(super) fn region(
-        &mut self,
-        id: PoolId,
-        pool: &Arc<Pool>,
-    ) -> Result<Arc<MemoryRegion>, VerbsError> {
-        if let Some((_, region)) = self.regions.iter().find(|(other, _)| *other == id) {
-            return Ok(Arc::clone(region));
-        }
-        let region = Arc::new(MemoryRegion::register(
-            &self.domain,
-            pool,
-            self.rights.region,
-        )?);
-        self.regions.push((id, Arc::clone(&region)));
-        Ok(region)
-    }
-
-    /// Forgets a pool: its memory is let go with the last grant or writer that uses it.
-    pub(super) fn forget(&mut self, id: PoolId) {
-        self.regions.retain(|(other, _)| *other != id);
+    /// What the device may do with pools.
+    pub(super) fn region_access(&self) -> Access {
+        self.rights.region
     }
 
     /// A window that is bound to nothing.
@@ -275,9 +253,9 @@ impl Rail {
         }
     }
 
-    /// Regions and idle windows that there are.
-    pub(super) fn counts(&self) -> (u64, u64) {
-        (self.regions.len() as u64, self.windows.len() as u64)
+    /// Idle windows that there are.
+    pub(super) fn windows(&self) -> u64 {
+        self.windows.len() as u64
     }
 }
 

@@ -12,6 +12,7 @@ use crate::plane::testing::{self, Event, Pair, Random, Side};
 
 mod hostile;
 mod legs;
+mod pools;
 mod port;
 mod pull;
 
@@ -28,6 +29,10 @@ impl Plane for Shared {
 
     fn submit(&self, command: PlaneCommand) {
         self.0.submit(command);
+    }
+
+    fn pool_here(&self, pool: PoolId) {
+        self.0.pool_here(pool);
     }
 
     fn pool_gone(&self, pool: PoolId) {

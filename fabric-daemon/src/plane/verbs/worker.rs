@@ -25,7 +25,9 @@ use tracing::{debug, error, info, warn};
 
 use super::VerbsSettings;
 use super::codec::{Message, RailAddress};
-use super::ffi::{AsyncEvent, Completions, Context, Opcode, SendChain, VerbsError, WorkCompletion};
+use super::ffi::{
+    AsyncEvent, Completions, Context, MemoryRegion, Opcode, SendChain, VerbsError, WorkCompletion,
+};
 use super::inbound::{Inbound, Received};
 use super::lanes::{Kind, Lane, LaneKey, Lanes};
 #[cfg(test)]
@@ -34,11 +36,12 @@ use super::outbound::Writer;
 use super::peers::{Peer, PeerKey};
 use super::pull_outbound::Exposer;
 use super::rails::Rail;
+use super::regions::Regions;
 use crate::plane::faults::Faults;
 use crate::plane::grants::Terms;
 use crate::plane::lock;
 use crate::plane::outbox::Outbox;
-use crate::plane::pools::Pools;
+use crate::plane::pools::{Pool, Pools};
 use crate::plane::source::Source;
 
 /// What the thread is asked to do.
@@ -77,6 +80,12 @@ pub(super) enum Order {
     },
     Command(PlaneCommand),
     LinkDown(LinkId),
+    /// A pool is registered: a region for each rail.
+    PoolHere {
+        id: PoolId,
+        pool: Arc<Pool>,
+        regions: Vec<Arc<MemoryRegion>>,
+    },
     PoolGone(PoolId),
     /// One of the lanes that carry something breaks.
     #[cfg(test)]
@@ -151,6 +160,7 @@ pub(super) struct Worker {
     pub(super) exposers: BTreeMap<LaneKey, Exposer>,
     pub(super) lanes: Lanes,
     pub(super) rails: Vec<Rail>,
+    pub(super) regions: Regions,
     /// The rails', as peers know them.
     pub(super) addresses: Vec<RailAddress>,
     pub(super) peers: BTreeMap<PeerKey, Peer>,
@@ -241,7 +251,8 @@ impl Worker {
                     self.peer_gone(peer);
                 }
             }
-            Order::PoolGone(pool) => self.rails.iter_mut().for_each(|rail| rail.forget(pool)),
+            Order::PoolHere { id, pool, regions } => self.pool_here(id, pool, regions),
+            Order::PoolGone(pool) => self.pool_gone(pool),
             Order::Command(command) => self.command(command),
             #[cfg(test)]
             Order::Break { turn } => self.break_lane(turn),
@@ -524,17 +535,13 @@ impl Worker {
     fn publish(&self) {
         let bound: u64 = self.grants.values().map(Inbound::windows).sum();
         let exposed: u64 = self.exposers.values().map(Exposer::windows).sum();
-        let (mut regions, mut windows) = (0, bound + exposed);
-        for rail in &self.rails {
-            let (of_rail, idle) = rail.counts();
-            regions += of_rail;
-            windows += idle;
-        }
+        let idle: u64 = self.rails.iter().map(Rail::windows).sum();
         // Relaxed: statistics.
         let counts = &self.counts;
         counts
             .queue_pairs
             .store(self.lanes.count(), Ordering::Relaxed);
+        let (regions, windows) = (self.regions.count(), bound + exposed + idle);
         counts.regions.store(regions, Ordering::Relaxed);
         counts.windows.store(windows, Ordering::Relaxed);
         counts.refused.store(self.refused, Ordering::Relaxed);
