@@ -223,7 +223,8 @@ impl Worker {
         for (index, extent) in (0..).zip(&inbound.reach.extents) {
             extents[extent.leg.index()].push(index);
         }
-        let mut lanes = self.take_idle(peer, legs).into_iter();
+        let memory = self.regions.numa_node(inbound.pool_id);
+        let mut lanes = self.take_idle(peer, legs, memory).into_iter();
         for (number, extents) in (0..).zip(extents) {
             let lane = lanes.next().expect("a lane for each leg");
             if let Err(why) = self.add_leg(grant, LegNumber(number), lane, extents) {

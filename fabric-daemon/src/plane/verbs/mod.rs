@@ -25,7 +25,7 @@
 //! ```
 //!
 //! - [`ffi`]: the verbs API with safe owners.
-//! - `regions`: pools, as the devices know them.
+//! - `regions`: pools, as the devices know them; `numa`: which ports are near which.
 //! - `rails`: ports; `probe`: what a port must prove before it is used; `lanes`: queue pairs;
 //!   `extents`: which memory a grant is.
 //! - `inbound` and `outbound`: a grant at its destination, a writer at its source; `pull_inbound`
@@ -49,6 +49,7 @@ pub(super) mod ffi;
 mod inbound;
 mod lanes;
 mod link;
+mod numa;
 mod outbound;
 mod peers;
 mod probe;

@@ -13,6 +13,7 @@ use super::extents::Reach;
 use super::ffi::{RKey, Signal, VerbsError};
 use super::inbound::Waiter;
 use super::lanes::{Kind, Lane, LaneKey, RECEIVES, Side, State};
+use super::numa;
 use super::pull_outbound::Exposer;
 use super::worker::{Order, Worker};
 
@@ -547,17 +548,22 @@ impl Worker {
         rails.len()
     }
 
-    /// Takes at most `count` idle lanes of a peer, each through another port of ours and, where
-    /// there is the choice, of the peer's.
-    pub(super) fn take_idle(&mut self, key: PeerKey, count: usize) -> Vec<LaneKey> {
+    /// Takes at most `count` idle lanes of a peer for memory on a node, each through another port
+    /// of ours, those near it first, and, where there is the choice, of the peer's.
+    pub(super) fn take_idle(
+        &mut self,
+        key: PeerKey,
+        count: usize,
+        memory: Option<u32>,
+    ) -> Vec<LaneKey> {
+        let nodes: Vec<_> = self.rails.iter().map(|rail| rail.numa_node).collect();
         let rails = self.rails.len();
         let mut taken = Vec::with_capacity(count);
         let mut theirs = Vec::with_capacity(count);
         let Some(peer) = self.peers.get_mut(&key) else {
             return taken;
         };
-        let first = peer.turn;
-        for rail in (first..first + rails).map(|turn| turn % rails) {
+        for rail in numa::order(&nodes, peer.turn, memory) {
             if taken.len() == count {
                 break;
             }

@@ -1,6 +1,5 @@
 //! Ports that lanes can go through, and what is shared by the lanes of one.
 
-use std::fs;
 use std::sync::Arc;
 
 use tracing::{info, warn};
@@ -12,6 +11,7 @@ use super::ffi::{
     MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
 };
 use super::lanes::{LANE_COMPLETIONS, Side};
+use super::numa;
 
 /// A port of a device.
 #[derive(Debug)]
@@ -121,7 +121,7 @@ impl Rail {
                 reads: limits.reads_answered_max.min(READS_MAX),
             },
             limits,
-            numa_node: numa_node(device),
+            numa_node: numa::node_of_device(device),
             queues: Vec::new(),
             windows: Vec::new(),
             rights: Rights::new(&[]),
@@ -296,12 +296,6 @@ fn best_gid(gids: &[GidEntry], is_ethernet: bool) -> Option<GidEntry> {
         (is_link_local, !is_ipv4, entry.index)
     };
     usable.min_by_key(rank).copied()
-}
-
-fn numa_node(device: &str) -> Option<u32> {
-    let path = format!("/sys/class/infiniband/{device}/device/numa_node");
-    // -1, which does not parse, where there is but one.
-    fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
 /// Completions of one queue: as many as some fifty lanes may have.

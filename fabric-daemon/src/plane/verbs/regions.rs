@@ -19,6 +19,7 @@ use fabric_proto::ids::PoolId;
 use tracing::{debug, error, info};
 
 use super::ffi::{Access, MemoryRegion, ProtectionDomain};
+use super::numa;
 use super::rails::Rail;
 use super::worker::{Inbox, Order, Worker};
 use crate::plane::pools::{Pool, Pools};
@@ -67,9 +68,19 @@ impl Registrar {
         match with_every(&self.ports, register) {
             Ok(regions) => {
                 let (took, ports) = (began.elapsed(), regions.len());
-                info!(pool = %id, bytes, ports, ?took, "registered a pool with every RDMA port");
+                // Only now is all of it somewhere.
+                let numa_node = numa::node_of_memory(&pool.memory);
+                info!(
+                    pool = %id,
+                    bytes,
+                    ports,
+                    ?numa_node,
+                    ?took,
+                    "registered a pool with every RDMA port"
+                );
                 let regions = regions.into_iter().map(Arc::new).collect();
-                self.inbox.push(Order::PoolHere { id, pool, regions });
+                let known = Known { regions, numa_node };
+                self.inbox.push(Order::PoolHere { id, pool, known });
             }
             Err(refusals) => {
                 for (port, error) in refusals {
@@ -127,10 +138,19 @@ where
     }
 }
 
-/// The regions of the pools that there are, each with one for each port.
+/// What there is to know of a pool.
+#[derive(Debug)]
+pub(super) struct Known<R = MemoryRegion> {
+    /// One for each port.
+    regions: Vec<Arc<R>>,
+    /// Where its memory is, as far as the host says.
+    numa_node: Option<u32>,
+}
+
+/// The pools that there are.
 #[derive(Debug)]
 pub(super) struct Regions<R = MemoryRegion> {
-    pools: BTreeMap<PoolId, Vec<Arc<R>>>,
+    pools: BTreeMap<PoolId, Known<R>>,
     /// Of pools that are gone, until who used them last is over.
     leaving: Vec<Weak<R>>,
 }
@@ -146,8 +166,8 @@ impl<R> Default for Regions<R> {
 
 impl<R> Regions<R> {
     /// Takes in those of a pool that is there.
-    pub(super) fn insert(&mut self, id: PoolId, regions: Vec<Arc<R>>) {
-        let before = self.pools.insert(id, regions);
+    pub(super) fn insert(&mut self, id: PoolId, known: Known<R>) {
+        let before = self.pools.insert(id, known);
         assert!(before.is_none(), "a pool is registered once");
     }
 
@@ -158,14 +178,20 @@ impl<R> Regions<R> {
 
     /// A pool's at a port.
     pub(super) fn find(&self, rail: usize, id: PoolId) -> Option<&Arc<R>> {
-        self.pools.get(&id)?.get(rail)
+        self.pools.get(&id)?.regions.get(rail)
+    }
+
+    /// Where a pool's memory is, as far as the host says.
+    pub(super) fn numa_node(&self, id: PoolId) -> Option<u32> {
+        self.pools.get(&id)?.numa_node
     }
 
     /// Forgets a pool. What is given back is not to be dropped by who may not wait. Where a grant
     /// or a writer uses one its memory is let go with the last of them.
     #[must_use = "to let memory go takes a while"]
     pub(super) fn remove(&mut self, id: PoolId) -> Vec<Arc<R>> {
-        let regions = self.pools.remove(&id).unwrap_or_default();
+        let known = self.pools.remove(&id);
+        let regions = known.map_or_else(Vec::new, |known| known.regions);
         self.leaving.retain(|region| region.strong_count() > 0);
         self.leaving.extend(regions.iter().map(Arc::downgrade));
         regions
@@ -173,7 +199,8 @@ impl<R> Regions<R> {
 
     /// How many there are, with those that are about to go.
     pub(super) fn count(&self) -> u64 {
-        let known: usize = self.pools.values().map(Vec::len).sum();
+        let known = self.pools.values().map(|known| known.regions.len());
+        let known: usize = known.sum();
         let leaving = self.leaving.iter();
         let leaving = leaving.filter(|region| region.strong_count() > 0).count();
         (known + leaving) as u64
@@ -182,19 +209,14 @@ impl<R> Regions<R> {
 
 impl Worker {
     /// A pool is registered with every port.
-    pub(super) fn pool_here(
-        &mut self,
-        id: PoolId,
-        pool: Arc<Pool>,
-        regions: Vec<Arc<MemoryRegion>>,
-    ) {
+    pub(super) fn pool_here(&mut self, id: PoolId, pool: Arc<Pool>, known: Known) {
         let found = self.pools.find(id);
         if found.is_some_and(|found| Arc::ptr_eq(&found, &pool)) {
-            return self.regions.insert(id, regions);
+            return self.regions.insert(id, known);
         }
         // It went while it was being registered. That it is gone was said before, or will be.
         debug!(pool = %id, "the pool is gone: its memory is let go");
-        self.let_go((pool, regions));
+        self.let_go((pool, known));
     }
 
     /// A pool is gone.
@@ -254,9 +276,16 @@ mod tests {
     fn a_region_counts_until_who_uses_it_last_lets_go() {
         let (first, second) = (PoolId(1), PoolId(2));
         let mut regions = Regions::default();
-        let new = |names: [&'static str; 2]| names.map(Arc::new).to_vec();
-        regions.insert(first, new(["1 at 0", "1 at 1"]));
-        regions.insert(second, new(["2 at 0", "2 at 1"]));
+        let known = |names: [&'static str; 2], numa_node| Known {
+            regions: names.map(Arc::new).to_vec(),
+            numa_node,
+        };
+        regions.insert(first, known(["1 at 0", "1 at 1"], None));
+        regions.insert(second, known(["2 at 0", "2 at 1"], Some(7)));
+        assert_eq!(
+            [first, second].map(|id| regions.numa_node(id)),
+            [None, Some(7)]
+        );
         assert_eq!(regions.find(1, first).map(|found| **found), Some("1 at 1"));
         assert_eq!(regions.find(0, second).map(|found| **found), Some("2 at 0"));
         assert_eq!(regions.find(2, first), None, "no such port");

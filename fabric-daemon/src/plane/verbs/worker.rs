@@ -25,9 +25,7 @@ use tracing::{debug, error, info, warn};
 
 use super::VerbsSettings;
 use super::codec::{Message, RailAddress};
-use super::ffi::{
-    AsyncEvent, Completions, Context, MemoryRegion, Opcode, SendChain, VerbsError, WorkCompletion,
-};
+use super::ffi::{AsyncEvent, Completions, Context, Opcode, SendChain, VerbsError, WorkCompletion};
 use super::inbound::{Inbound, Received};
 use super::lanes::{Kind, Lane, LaneKey, Lanes};
 #[cfg(test)]
@@ -36,7 +34,7 @@ use super::outbound::Writer;
 use super::peers::{Peer, PeerKey};
 use super::pull_outbound::Exposer;
 use super::rails::Rail;
-use super::regions::Regions;
+use super::regions::{Known, Regions};
 use crate::plane::faults::Faults;
 use crate::plane::grants::Terms;
 use crate::plane::lock;
@@ -80,13 +78,16 @@ pub(super) enum Order {
     },
     Command(PlaneCommand),
     LinkDown(LinkId),
-    /// A pool is registered: a region for each rail.
+    /// A pool is registered.
     PoolHere {
         id: PoolId,
         pool: Arc<Pool>,
-        regions: Vec<Arc<MemoryRegion>>,
+        known: Known,
     },
     PoolGone(PoolId),
+    /// The rails' devices are on other nodes.
+    #[cfg(test)]
+    Move(Vec<Option<u32>>),
     /// One of the lanes that carry something breaks.
     #[cfg(test)]
     Break {
@@ -251,9 +252,15 @@ impl Worker {
                     self.peer_gone(peer);
                 }
             }
-            Order::PoolHere { id, pool, regions } => self.pool_here(id, pool, regions),
+            Order::PoolHere { id, pool, known } => self.pool_here(id, pool, known),
             Order::PoolGone(pool) => self.pool_gone(pool),
             Order::Command(command) => self.command(command),
+            #[cfg(test)]
+            Order::Move(nodes) => {
+                for (rail, node) in self.rails.iter_mut().zip(nodes) {
+                    rail.numa_node = node;
+                }
+            }
             #[cfg(test)]
             Order::Break { turn } => self.break_lane(turn),
             Order::Stop => {}

@@ -280,3 +280,46 @@ async fn transfers_outlive_a_port() {
     println!("12 rounds: {failovers} failovers");
     assert!(failovers > 0, "the port was in use");
 }
+
+/// Grants of one leg each: how many of the packets each device has carried.
+async fn carried_by(pair: &mut Pair, grants: std::ops::RangeInclusive<u64>) -> [u64; 2] {
+    let slots: Vec<u32> = (0..8).collect();
+    let before = sent();
+    for grant in grants {
+        pair.begin(grant, &slots, &slots).await;
+        pair.source.write(grant, testing::run(0, 0, 8));
+        pair.source.drain(grant);
+        let by = pair.target.wait_writes_stopped(grant).await;
+        assert_eq!(by, StoppedBy::Drain);
+        pair.source.wait_reads_stopped(grant).await;
+    }
+    [0, 1].map(|device| sent()[device] - before[device])
+}
+
+/// The devices are moved: those of a virtual host are on no node, and its memory is on one.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs RDMA devices: tests/rdma/run"]
+async fn small_grants_go_through_the_device_that_is_near_their_memory() {
+    let (mut pair, planes) = two_devices(&[Mode::Window]).await;
+    pair.fill(testing::spec(1, 16 << 10, 8), &mut Random::new(55));
+    settle(&planes).await;
+    let mut grants = 1..;
+    let (near, far) = (Some(0), Some(1));
+    for (nodes, share) in [
+        ([near, far], [1.0, 0.0]),
+        ([far, near], [0.0, 1.0]),
+        ([None, None], [0.5, 0.5]),
+        ([far, far], [0.5, 0.5]),
+    ] {
+        planes[1].inbox.push(Order::Move(nodes.to_vec()));
+        let first: u64 = grants.nth(7).unwrap();
+        let carried = carried_by(&mut pair, first - 7..=first).await;
+        println!("{nodes:?}: {carried:?}");
+        let total = carried.iter().sum::<u64>() as f64;
+        for (packets, share) in carried.into_iter().zip(share) {
+            let got = packets as f64 / total;
+            assert!((got - share).abs() < 0.1, "{nodes:?}: {carried:?}");
+        }
+    }
+    pair.finish(1..=32).await;
+}
