@@ -29,6 +29,13 @@ use crate::memory::{MemoryError, check_sealed};
 /// A shared mapping of a sealed memory file, unmapped when dropped.
 ///
 /// Offsets and lengths are in bytes. An empty range is in bounds up to and including the end.
+///
+/// The kernel is told that huge pages are welcome: 2 MiB at a time take fewer faults, fewer entries
+/// in the TLB and, where a NIC has the memory, in its own tables. It heeds that where
+/// `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise` (or `within_size` or `always`;
+/// the default is `never`), for pages that nobody has touched before, and where as much contiguous
+/// memory is free: else pages are small. Such pages never raise SIGBUS, other than those of
+/// hugetlbfs. A file of which little is ever touched may take more memory with them.
 pub struct Mapping {
     raw: MmapRaw,
     access: Access,
@@ -53,6 +60,7 @@ impl Mapping {
         check_sealed(fd, bytes)?;
         let options = options(bytes)?;
         let raw = options.map_raw(fd.as_raw_fd()).map_err(MappingError::Map)?;
+        advise_huge(&raw);
         Ok(Self {
             raw,
             access: Access::ReadWrite,
@@ -71,6 +79,7 @@ impl Mapping {
         let raw = options
             .map_raw_read_only(fd.as_raw_fd())
             .map_err(MappingError::Map)?;
+        advise_huge(&raw);
         Ok(Self {
             raw,
             access: Access::ReadOnly,
@@ -325,6 +334,13 @@ enum Access {
     ReadWrite,
 }
 
+/// Welcomes huge pages: see [`Mapping`].
+fn advise_huge(raw: &MmapRaw) {
+    // M: madvise(2): EINVAL where the kernel was built without them. Whatever it says, the mapping
+    // is as good as before.
+    let _advice_taken = raw.advise(Advice::HugePage);
+}
+
 fn options(bytes: u64) -> Result<MmapOptions, MappingError> {
     // Pointer arithmetic within one object is limited to `isize::MAX` bytes.
     let max = wide(isize::MAX.unsigned_abs());
@@ -543,6 +559,29 @@ mod tests {
             Mapping::read_write(&fd, BYTES),
             Err(MappingError::Map(_))
         ));
+    }
+
+    /// Of the mapping that begins there: what is in its line of that name of `/proc/self/smaps`.
+    fn smaps(start: *const u8, name: &str) -> Option<String> {
+        let start = format!("{:x}-", start as usize);
+        let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
+        lines.find_map(|line| line.strip_prefix(name).map(str::to_owned))
+    }
+
+    #[test]
+    fn huge_pages_are_welcome_on_both_sides() {
+        let fd = memory();
+        // Without: the kernel was built without them, and nobody can be told.
+        let has_huge_pages = fs::exists("/sys/kernel/mm/transparent_hugepage").unwrap();
+        for mapping in [
+            Mapping::read_write(&fd, BYTES).unwrap(),
+            Mapping::read_only(&fd, BYTES).unwrap(),
+        ] {
+            let flags = smaps(mapping.raw.as_ptr(), "VmFlags:").unwrap();
+            let is_advised = flags.split(' ').any(|flag| flag == "hg");
+            assert_eq!(is_advised, has_huge_pages, "{flags}");
+        }
     }
 
     #[test]

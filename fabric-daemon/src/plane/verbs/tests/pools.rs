@@ -137,3 +137,43 @@ async fn a_grant_that_waits_while_its_pool_goes_is_fenced() {
     }
     regions_are(&planes[1], 0).await;
 }
+
+/// What shared memory may be of, while a test wants it so.
+struct ShmemHuge(String);
+
+impl ShmemHuge {
+    const PATH: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
+    fn advise() -> Self {
+        let modes = std::fs::read_to_string(Self::PATH).unwrap();
+        let before = modes.split(['[', ']']).nth(1).unwrap().to_owned();
+        std::fs::write(Self::PATH, "advise").unwrap();
+        Self(before)
+    }
+}
+
+impl Drop for ShmemHuge {
+    fn drop(&mut self) {
+        let done = std::fs::write(Self::PATH, &self.0);
+        assert!(done.is_ok() || thread::panicking(), "{done:?}");
+    }
+}
+
+/// The test is root in a virtual host of its own.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn pools_are_of_huge_pages_where_the_host_allows_them() {
+    let (side, plane) = side(settings(&[Mode::Window]), &Arc::default());
+    let _advise = ShmemHuge::advise();
+    let pool = testing::pool(testing::spec(1, 1 << 20, 8));
+    let start = format!("{:x}-", pool.memory.as_mut_ptr().addr());
+    // Not touched yet: the registration brings its pages.
+    side.replace(pool);
+    regions_are(&plane, ports()).await;
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
+    let huge = lines.find_map(|line| line.strip_prefix("ShmemPmdMapped:"));
+    assert_eq!(huge.map(str::trim), Some("8192 kB"));
+    side.take_pool_away();
+    regions_are(&plane, 0).await;
+}
