@@ -143,8 +143,8 @@ mod tests {
 
     #[test]
     fn a_thread_with_the_same_number_is_not_waited_for() {
-        let (said, heard) = std::sync::mpsc::channel();
-        let (done, over) = std::sync::mpsc::channel::<()>();
+        let (said, heard) = std::sync::mpsc::sync_channel(1);
+        let (done, over) = std::sync::mpsc::sync_channel::<()>(1);
         let thread = std::thread::spawn(move || {
             said.send(std::fs::read_link("/proc/thread-self").unwrap())
                 .unwrap();
