@@ -80,6 +80,7 @@ impl Shell {
             config.engines.clone(),
             Arc::clone(pools),
             Arc::clone(&planes),
+            config.scrub,
             events.clone(),
             Arc::clone(&metrics),
         );

@@ -15,8 +15,8 @@ use crate::config::{Config, Fault};
 use crate::driver::Event;
 use crate::link::{About, Side};
 use crate::plane::{
-    Faults, Introduced, Opener, Plane, Pools, QuicLimits, QuicPlane, ShmError, ShmPlane,
-    VerbsPlane, VerbsStartError,
+    Faults, Introduced, Opener, Plane, PoolRefused, Pools, QuicLimits, QuicPlane, ShmError,
+    ShmPlane, VerbsPlane, VerbsStartError,
 };
 
 /// The planes of a daemon.
@@ -158,22 +158,34 @@ impl Planes {
     }
 
     /// Says that a pool is there, before the machine hears of it, and waits until the planes are
-    /// ready for it: elsewhere, as a device may need seconds for many gigabytes.
-    pub(crate) async fn pool_here(self: &Arc<Self>, pool: PoolId) {
+    /// ready for it: elsewhere, as a device may need seconds for many gigabytes. An error is one of
+    /// the devices'; other planes do without.
+    pub(crate) async fn pool_here(self: &Arc<Self>, pool: PoolId) -> Result<(), PoolRefused> {
         if self.verbs.is_none() {
-            return;
+            return Ok(());
         }
         let planes = Arc::clone(self);
-        let ready = tokio::task::spawn_blocking(move || {
-            if let Some(verbs) = &planes.verbs {
-                verbs.pool_here(pool);
-            }
+        let ready = tokio::task::spawn_blocking(move || match &planes.verbs {
+            Some(verbs) => verbs.pool_here(pool),
+            None => Ok(()),
         });
         match ready.await {
+            Ok(ready) => ready,
             Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
             // Cancelled: the runtime ends.
-            Ok(()) | Err(_) => {}
+            Err(_) => Ok(()),
         }
+    }
+
+    /// Whether this plane is here, and no other.
+    pub(crate) fn are_only(&self, kind: PlaneKind) -> bool {
+        let here = [
+            (PlaneKind::Quic, self.quic.is_some()),
+            (PlaneKind::Shm, self.shm.is_some()),
+            (PlaneKind::Verbs, self.verbs.is_some()),
+        ];
+        here.iter()
+            .all(|(other, is_here)| *is_here == (*other == kind))
     }
 
     /// Says that a pool is gone, after it has been taken out of the pools.

@@ -101,7 +101,7 @@ fn zero(pool: &Pool, slots: &[SlotRef]) {
     for slot in slots {
         for region in 0..pool.spec.layout.regions {
             let offset = pool.spec.page_offset(region, slot.index.0);
-            let zeroed = pool.memory.zero(offset, page_bytes);
+            let zeroed = pool.memory.mapped().zero(offset, page_bytes);
             zeroed.expect("the pool is mapped for writing, as large as its spec");
         }
     }
@@ -119,6 +119,7 @@ mod tests {
     use fabric_proto::pool::{Arrangement, Layout, PoolSpec};
 
     use super::*;
+    use crate::plane::Memory;
 
     #[tokio::test]
     async fn scrubbing_zeroes_the_slots_and_nothing_else() {
@@ -137,7 +138,14 @@ mod tests {
         let memory = Mapping::read_write(&fd, spec.bytes()).unwrap();
         memory.write(0, &[7; 1200]).unwrap();
         let pools = Arc::new(Pools::new());
-        pools.insert(PoolId(1), Pool { spec, memory, fd });
+        pools.insert(
+            PoolId(1),
+            Pool {
+                spec,
+                memory: Memory::Host(memory),
+                fd,
+            },
+        );
         let (events, mut received) = tokio::sync::mpsc::channel(8);
         let scrubber = Scrubber::new(Arc::clone(&pools), events);
         let slots: Arc<[SlotRef]> = [1, 2]
@@ -158,6 +166,7 @@ mod tests {
             .find(PoolId(1))
             .unwrap()
             .memory
+            .mapped()
             .read(0, &mut bytes)
             .unwrap();
         for region in bytes.chunks(400) {

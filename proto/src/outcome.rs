@@ -147,6 +147,15 @@ reasons! {
         /// The two sides speak different versions of the protocol.
         VersionMismatch { version, version_wanted } = 23, "version_mismatch",
             "the peer speaks version {version}, and this daemon {version_wanted}";
+        /// Device memory, and a plane besides `verbs` that would have to read and write it.
+        DeviceMemoryNotReached = 24, "device_memory_not_reached",
+            "device memory is moved by RDMA devices alone: this daemon needs planes = [\"verbs\"]";
+        /// Device memory, which the daemon cannot overwrite between two tenants.
+        DeviceMemoryNotScrubbed = 25, "device_memory_not_scrubbed",
+            "this daemon cannot overwrite device memory: it needs scrub.policy = \"never\"";
+        /// Device memory that a port cannot register: its driver lacks that, most likely.
+        DeviceMemoryRefused { errno, bytes } = 26, "device_memory_refused",
+            "an RDMA device refused {bytes} bytes of device memory (errno {errno})";
     }
 }
 

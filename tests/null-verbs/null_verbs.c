@@ -589,11 +589,10 @@ int ibv_dealloc_pd(struct ibv_pd *domain)
     return 0;
 }
 
-struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *start, size_t bytes, uint64_t iova,
-                                unsigned int access)
+static struct ibv_mr *register_memory(struct ibv_pd *domain, void *start, size_t bytes,
+                                      unsigned int access)
 {
     struct ibv_mr *region = calloc(1, sizeof(*region));
-    (void)iova;
     if (region == NULL) {
         return fail(ENOMEM);
     }
@@ -613,6 +612,25 @@ struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *start, size_t bytes
     objects.regions += 1;
     unlock();
     return region;
+}
+
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *domain, void *start, size_t bytes, uint64_t iova,
+                                unsigned int access)
+{
+    (void)iova;
+    return register_memory(domain, start, bytes, access);
+}
+
+/* Whatever the descriptor is of: no byte of it is ever looked for. */
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *domain, uint64_t offset, size_t bytes,
+                                 uint64_t iova, int fd, int access)
+{
+    (void)offset;
+    (void)iova;
+    if (fcntl(fd, F_GETFD) < 0) {
+        return NULL;
+    }
+    return register_memory(domain, NULL, bytes, (unsigned int)access);
 }
 
 int ibv_dereg_mr(struct ibv_mr *region)

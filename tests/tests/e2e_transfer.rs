@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use fabric_client::LeaseError;
@@ -300,6 +300,41 @@ async fn a_restarted_daemon_is_served_at_once() -> Result<()> {
 #[ignore = "needs an RDMA device: tests/rdma/run"]
 async fn a_restarted_daemon_is_served_at_once_over_verbs() -> Result<()> {
     restarted("verbs").await
+}
+
+/// Its windows must go before the queue pairs that they are bound on: else the kernel waits for them,
+/// 50 s with soft-RoCE, and then frees what is still in use.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn a_daemon_that_is_killed_with_windows_bound_is_gone_at_once() -> Result<()> {
+    let mut nodes = nodes("verbs");
+    let stall = "[fault]\nstall_after_bytes = 262144";
+    nodes[0] = nodes[0].clone().settings(stall);
+    nodes[1] = nodes[1].clone().settings("[transfer]\ndrain_ms = 30000");
+    let mut pair = Pair::start(nodes, spec(2, 4096, 64)).await?;
+    // Its windows are kept, and the link's next life has new queue pairs.
+    drop(pair.delivers(&pair.job("a", 16, 1)).await?);
+    pair.cluster.nodes[0].kill()?;
+    pair.cluster.restart(0).await?;
+    let socket = pair.cluster.nodes[0].socket();
+    pair.source = pool(&socket, "engine", spec(2, 4096, 64)).await?;
+    let job = pair.job("a", 64, 2);
+    // Long enough for the writer to stall.
+    tokio::select! {
+        ended = transfer(&pair.source, &pair.destination, &job) => bail!("not stalled: {ended:?}"),
+        () = tokio::time::sleep(Duration::from_secs(3)) => {}
+    }
+    let opened = pair.cluster.metrics(1).await?;
+    assert_eq!(opened.sum("fabric_grants_opened_total"), 2.0);
+    let killed = Instant::now();
+    pair.cluster.nodes[1].kill()?;
+    let took = killed.elapsed();
+    assert!(took < Duration::from_secs(30), "gone after {took:?}");
+    pair.cluster.restart(1).await?;
+    pair.cluster.slots_all_free(0).await?;
+    pair.destination = pool(&pair.cluster.nodes[1].socket(), "engine", spec(2, 4096, 64)).await?;
+    drop(pair.delivers(&pair.job("a", 16, 3)).await?);
+    pair.passed().await
 }
 
 async fn flipped(plane: &'static str) -> Result<()> {

@@ -1,3 +1,6 @@
+#[cfg(feature = "rdma")]
+mod device_memory;
+
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
@@ -23,9 +26,15 @@ async fn daemon() -> (tempfile::TempDir, Daemon) {
 }
 
 fn config(dir: &Path) -> Config {
+    config_with(dir, "")
+}
+
+/// `more` are keys and sections of their own.
+fn config_with(dir: &Path, more: &str) -> Config {
     let dir = dir.display();
     Config::parse(&format!(
         r#"
+        {more}
         state_dir = "{dir}/state"
         [listen]
         peers = "127.0.0.1:0"

@@ -424,7 +424,7 @@ impl Grant {
     // S1, S7: no copy but through the gate.
     fn while_open<T>(&self, copy: impl FnOnce(&Mapping, &Area) -> T) -> Result<T, GrantClosed> {
         let copied = self.gate.while_open(|| {
-            let copied = copy(&self.pool.memory, &self.area);
+            let copied = copy(self.pool.memory.mapped(), &self.area);
             // Relaxed: see `report_landed`.
             self.landed.store(true, Ordering::Relaxed);
             copied

@@ -47,7 +47,7 @@ use fabric_proto::wire::PlaneKind;
 
 pub use faults::Faults;
 pub use grants::GrantStopped;
-pub use pools::{Pool, Pools};
+pub use pools::{Memory, Pool, PoolRefused, Pools};
 pub use quic::{QuicLimits, QuicPlane, UDP_PAYLOAD_BYTES_MAX, transport_config};
 pub use shm::{ShmError, ShmPlane};
 pub use source::SourceStopped;
@@ -69,9 +69,15 @@ pub trait Plane: Send + Sync {
     fn submit(&self, command: PlaneCommand);
 
     /// Hears that a pool is there, before any command names it. Takes the seconds that a device may
-    /// need for many gigabytes: for threads that may wait. What goes wrong is said, and fails what
-    /// is asked of the plane for that pool.
-    fn pool_here(&self, _pool: PoolId) {}
+    /// need for many gigabytes: for threads that may wait.
+    ///
+    /// # Errors
+    ///
+    /// The plane cannot use it, and has said so in the log. What is asked of the plane for that pool
+    /// fails.
+    fn pool_here(&self, _pool: PoolId) -> Result<(), PoolRefused> {
+        Ok(())
+    }
 
     /// Hears that a pool is gone: its memory is to be let go with the last that uses it.
     fn pool_gone(&self, _pool: PoolId) {}

@@ -18,7 +18,7 @@ use tokio::sync::mpsc::{Receiver, Sender};
 use quinn::rustls::pki_types::PrivatePkcs8KeyDer;
 use quinn::{ClientConfig, Connection, Endpoint, EndpointConfig, ServerConfig, TokioRuntime};
 
-use super::{Plane, PlaneProofs, Pool, Pools, UDP_PAYLOAD_BYTES_MAX, transport_config};
+use super::{Memory, Plane, PlaneProofs, Pool, Pools, UDP_PAYLOAD_BYTES_MAX, transport_config};
 
 fn endpoint(server: Option<ServerConfig>) -> Endpoint {
     let mut config = EndpointConfig::default();
@@ -114,6 +114,7 @@ pub(super) fn spec(regions: u16, page_bytes: u32, slots: u32) -> PoolSpec {
 pub(super) fn pool(spec: PoolSpec) -> Pool {
     let fd = create_sealed("test-pool", spec.bytes()).unwrap();
     let memory = Mapping::read_write(&fd, spec.bytes()).unwrap();
+    let memory = Memory::Host(memory);
     Pool { spec, memory, fd }
 }
 
@@ -303,7 +304,7 @@ impl Side {
     pub(super) fn fill(&self, spec: PoolSpec, random: &mut Random) -> Vec<u8> {
         let pool = pool(spec);
         let bytes = random.bytes(usize::try_from(spec.bytes()).unwrap());
-        pool.memory.write(0, &bytes).unwrap();
+        pool.memory.mapped().write(0, &bytes).unwrap();
         self.replace(pool);
         bytes
     }
@@ -313,7 +314,8 @@ impl Side {
         self.take_pool_away();
         self.pool.fetch_add(1, Ordering::Relaxed);
         self.pools.insert(self.pool_id(), pool);
-        self.plane.pool_here(self.pool_id());
+        // One that no device takes is found out when it is used.
+        let _refused = self.plane.pool_here(self.pool_id());
     }
 
     /// As when its engine is gone.
@@ -329,7 +331,7 @@ impl Side {
     pub(super) fn contents(&self) -> Vec<u8> {
         let pool = self.pools.find(self.pool_id()).unwrap();
         let mut bytes = vec![0; usize::try_from(pool.spec.bytes()).unwrap()];
-        pool.memory.read(0, &mut bytes).unwrap();
+        pool.memory.mapped().read(0, &mut bytes).unwrap();
         bytes
     }
 }

@@ -24,7 +24,7 @@ use bytes::Bytes;
 use fabric_ipc::{
     Connection, Frame, FrameError, FrameReader, FrameWriter, PeerCredentials, SendError,
 };
-use fabric_proto::host::Input;
+use fabric_proto::host::{Input, ScrubPolicy};
 use fabric_proto::ids::{EngineId, EngineName, RequestSeq};
 use fabric_proto::limits::ENGINES_MAX;
 use fabric_proto::outcome::Rejection;
@@ -51,6 +51,7 @@ pub(crate) struct Sessions {
     allowed: Vec<EngineEntry>,
     pools: Arc<Pools>,
     planes: Arc<Planes>,
+    scrub: ScrubPolicy,
     events: mpsc::Sender<Event>,
     metrics: Arc<Metrics>,
     permits: Arc<Semaphore>,
@@ -71,6 +72,7 @@ impl Sessions {
         allowed: Vec<EngineEntry>,
         pools: Arc<Pools>,
         planes: Arc<Planes>,
+        scrub: ScrubPolicy,
         events: mpsc::Sender<Event>,
         metrics: Arc<Metrics>,
     ) -> Arc<Self> {
@@ -79,6 +81,7 @@ impl Sessions {
             allowed,
             pools,
             planes,
+            scrub,
             events,
             metrics,
             permits: Arc::new(Semaphore::new(ENGINES_MAX)),
@@ -292,11 +295,9 @@ impl Sessions {
         }
         let event = match (message, fds.pop()) {
             (ToDaemon::RegisterPool { seq, spec }, Some(fd)) => {
-                match self.map_pool(engine, seq, spec, fd, pools_mapped)? {
-                    Ok((pool, event)) => {
-                        self.planes.pool_here(pool).await;
-                        event
-                    }
+                let registered = self.register_pool(engine, seq, spec, fd, pools_mapped);
+                match registered.await? {
+                    Ok(event) => event,
                     Err(reason) => {
                         self.metrics.rejected(&reason);
                         self.send(engine, &ToEngine::Rejected { seq, reason });

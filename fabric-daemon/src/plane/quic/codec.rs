@@ -233,6 +233,7 @@ impl Encoder {
             source
                 .pool
                 .memory
+                .mapped()
                 .read(extent.start, target)
                 .expect("an area lies within its pool, and a pool within its memory");
             if faults.may_flip() {

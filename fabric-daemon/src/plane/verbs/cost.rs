@@ -128,7 +128,7 @@ impl End {
             .for_each(|rail| rail.allow(&settings.modes));
         let worker = VerbsPlane::worker(rails, pools, sender, settings, 8 << 20, Arc::default());
         let worker = worker.unwrap();
-        Registrar::new(&worker).register(POOL);
+        Registrar::new(&worker).register(POOL).unwrap();
         let (outgoing, done) = (mpsc::channel(4096), oneshot::channel());
         worker.inbox.push(Order::PeerUp {
             peer: PEER,

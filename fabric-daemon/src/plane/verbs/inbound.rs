@@ -47,7 +47,7 @@ use super::worker::Worker;
 use super::{Mode, PROGRESS};
 use crate::plane::area::Area;
 use crate::plane::grants::{GrantStopped, Terms};
-use crate::plane::pools::Pool;
+use crate::plane::pools::{Memory, Pool};
 
 /// An armed grant.
 #[derive(Debug)]
@@ -317,7 +317,7 @@ impl Worker {
             for last in (0..group).rev() {
                 let index = usize::from(extents[bound.windows.len()]);
                 let extent = reach.extents[index];
-                let (window, rkey) = next_window(|| rail.window())?;
+                let (window, rkey) = next_window(|| rail.window(&lane.queue_pair))?;
                 let signal = if last == 0 { Signal::Yes } else { Signal::No };
                 self.chain.bind(
                     key.wr_id(Kind::Binds),
@@ -696,13 +696,21 @@ impl Worker {
                     }
                     let page =
                         extent.offset + across * reach.region_stride + along * reach.slot_stride;
-                    let mut byte = [0];
-                    pool.memory.read(page, &mut byte).expect(IN_POOL);
-                    pool.memory.write(page, &[byte[0] ^ 1]).expect(IN_POOL);
+                    flip_byte(pool, page);
                 }
             }
         }
     }
+}
+
+/// Corrupts a page. In host memory: that is where tests ask for it.
+pub(super) fn flip_byte(pool: &Pool, page: u64) {
+    let Memory::Host(memory) = &pool.memory else {
+        return;
+    };
+    let mut byte = [0];
+    memory.read(page, &mut byte).expect(IN_POOL);
+    memory.write(page, &[byte[0] ^ 1]).expect(IN_POOL);
 }
 
 /// A message's content.
@@ -758,4 +766,4 @@ const LANE_WAIT: Duration = Duration::from_secs(2);
 /// Binds that complete together.
 pub(super) const BIND_GROUP: usize = 32;
 
-pub(super) const IN_POOL: &str = "a reach lies within its pool, and a pool within its memory";
+const IN_POOL: &str = "a reach lies within its pool, and a pool within its memory";

@@ -78,7 +78,7 @@ use tokio::sync::mpsc::Sender;
 use tracing::info;
 
 use self::codec::RailAddress;
-use self::ffi::SendChain;
+use self::ffi::{MemoryRegion, SendChain};
 use self::lanes::Lanes;
 use self::peers::PeerKey;
 use self::rails::Rail;
@@ -86,7 +86,7 @@ use self::regions::{Regions, Registrar};
 use self::worker::{Counts, Inbox, Order, Worker};
 use super::faults::Faults;
 use super::outbox::Outbox;
-use super::pools::Pools;
+use super::pools::{PoolRefused, Pools};
 use super::{Opener, Plane, PlaneProofs, VerbsMode as Mode, VerbsSettings};
 
 pub(super) use self::lanes::Revoked;
@@ -150,6 +150,7 @@ fn ports(settings: &mut VerbsSettings) -> Result<Vec<Rail>, VerbsStartError> {
     settings.modes = proven.modes;
     for rail in &proven.rails {
         let (port, gid, numa_node) = (rail.port, rail.gid.index, rail.numa_node);
+        let device_memory = MemoryRegion::device_memory(&rail.domain);
         let modes = &settings.modes;
         info!(
             device = rail.device(),
@@ -157,6 +158,7 @@ fn ports(settings: &mut VerbsSettings) -> Result<Vec<Rail>, VerbsStartError> {
             gid,
             ?numa_node,
             ?modes,
+            device_memory,
             "RDMA port"
         );
     }
@@ -303,8 +305,8 @@ impl Plane for VerbsPlane {
         self.inbox.push(Order::Command(command));
     }
 
-    fn pool_here(&self, pool: PoolId) {
-        self.registrar.register(pool);
+    fn pool_here(&self, pool: PoolId) -> Result<(), PoolRefused> {
+        self.registrar.register(pool)
     }
 
     fn pool_gone(&self, pool: PoolId) {

@@ -125,8 +125,8 @@ not an address N7=77
     #[test]
     fn the_node_of_ones_own_memory_is_one_that_there_is() {
         let pool = testing::pool(testing::spec(1, 4096, 64));
-        pool.memory.zero(0, pool.memory.bytes()).unwrap();
-        let node = node_of_memory(&pool.memory);
+        pool.memory.mapped().zero(0, pool.memory.bytes()).unwrap();
+        let node = node_of_memory(pool.memory.mapped());
         if !Path::new("/proc/self/numa_maps").exists() {
             return assert_eq!(node, None, "the kernel knows no nodes");
         }

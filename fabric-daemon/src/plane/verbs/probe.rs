@@ -43,7 +43,7 @@ use super::ffi::{
 };
 use super::lanes::{self, fill_random, first_packet};
 use super::rails::{Rail, Rights};
-use crate::plane::pools::Pool;
+use crate::plane::pools::{Memory, Pool};
 
 /// What the probe leaves.
 #[derive(Debug)]
@@ -256,7 +256,7 @@ impl<'a> Bench<'a> {
         let mut sent = vec![0; index(SENT_BYTES)];
         // Random, so that no two writes bring the same bytes to the same place.
         fill_random(&mut sent)?;
-        memory.memory.write(0, &sent)?;
+        memory.memory.mapped().write(0, &sent)?;
         let context = rail.domain.context();
         let domain = ProtectionDomain::new(context)?;
         Ok(Self {
@@ -471,7 +471,10 @@ impl<'a> Bench<'a> {
     /// ends are kept, so each of them goes on trying until the last has been fenced.
     fn try_fence(&self, fence: Fence<'_>) -> Result<(), Fault> {
         if self.mode == Mode::Pull {
-            self.memory.memory.write(0, &vec![0; index(MEMORY_BYTES)])?;
+            self.memory
+                .memory
+                .mapped()
+                .write(0, &vec![0; index(MEMORY_BYTES)])?;
             self.stamp(0)?;
         }
         let mut rounds = Vec::new();
@@ -509,7 +512,7 @@ impl<'a> Bench<'a> {
     /// From now on that is what can be read, so that it shows when it was.
     fn stamp(&self, number: u64) -> Result<(), Fault> {
         let stamped = vec![stamp(number); index(SENT_BYTES)];
-        Ok(self.memory.memory.write(0, &stamped)?)
+        Ok(self.memory.memory.mapped().write(0, &stamped)?)
     }
 
     /// One writer, and what its area holds after the fence.
@@ -605,7 +608,7 @@ impl<'a> Bench<'a> {
 
     fn bytes(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, Fault> {
         let mut target = vec![0; index(bytes)];
-        self.memory.memory.read(offset, &mut target)?;
+        self.memory.memory.mapped().read(offset, &mut target)?;
         Ok(target)
     }
 }
@@ -627,6 +630,7 @@ fn scratch() -> Result<Pool, Fault> {
         arrangement: Arrangement::RegionMajor,
         context_tokens: 1,
     };
+    let memory = Memory::Host(memory);
     Ok(Pool { spec, memory, fd })
 }
 
@@ -991,7 +995,7 @@ mod tests {
             let memory = Arc::clone(&bench.memory);
             late.push(thread::spawn(move || {
                 thread::sleep(SETTLE / 4);
-                memory.memory.write(area(1), &[0; 8]).unwrap();
+                memory.memory.mapped().write(area(1), &[0; 8]).unwrap();
             }));
             lanes::fence(queue_pair, windows)
         });

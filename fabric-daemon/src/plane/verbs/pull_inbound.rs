@@ -32,7 +32,7 @@ use tracing::warn;
 use super::Mode;
 use super::codec::{Exposure, LegNumber, Message};
 use super::ffi::{Local, RKey, Remote, SendChain, Signal};
-use super::inbound::IN_POOL;
+use super::inbound::flip_byte;
 use super::lanes::{Kind, LaneKey, Side, State, WINDOWS_MAX};
 use super::peers::{PeerError, PeerKey};
 use super::worker::Worker;
@@ -231,9 +231,7 @@ impl Reader {
                 return;
             }
             let page = self.area.extent(run, index * page_bytes, 1).start;
-            let mut byte = [0];
-            pool.memory.read(page, &mut byte).expect(IN_POOL);
-            pool.memory.write(page, &[byte[0] ^ 1]).expect(IN_POOL);
+            flip_byte(pool, page);
         }
     }
 }

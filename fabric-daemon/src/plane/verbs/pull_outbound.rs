@@ -189,7 +189,7 @@ impl Worker {
                 return Ok(());
             };
             for (index, exposure) in group.iter_mut().enumerate() {
-                let (window, rkey) = next_window(|| rail.window())?;
+                let (window, rkey) = next_window(|| rail.window(&lane.queue_pair))?;
                 let signal = if index == last {
                     Signal::Yes
                 } else {

@@ -8,7 +8,7 @@ use super::Mode;
 use super::codec::{RAILS_MAX, RailAddress};
 use super::ffi::{
     Access, CompletionChannel, CompletionQueue, Completions, Context, GidEntry, GidKind, Limits,
-    MemoryWindow, ProtectionDomain, Route, VerbsError, device_names,
+    MemoryWindow, ProtectionDomain, QueuePair, Route, VerbsError, device_names,
 };
 use super::lanes::{LANE_COMPLETIONS, Side};
 use super::numa;
@@ -239,11 +239,16 @@ impl Rail {
         self.rights.region
     }
 
-    /// A window that is bound to nothing.
-    pub(super) fn window(&mut self) -> Result<MemoryWindow, VerbsError> {
-        self.windows
-            .pop()
-            .map_or_else(|| MemoryWindow::new(&self.domain), Ok)
+    /// A window that is bound to nothing, to be bound on this queue pair: so it is younger. An older
+    /// one is of no use once there are queue pairs like this, and goes.
+    pub(super) fn window(&mut self, on: &QueuePair) -> Result<MemoryWindow, VerbsError> {
+        while let Some(window) = self.windows.pop() {
+            if window.made() > on.made() {
+                return Ok(window);
+            }
+            window.close()?;
+        }
+        MemoryWindow::new(&self.domain)
     }
 
     /// Takes a window back that was invalidated.

@@ -22,7 +22,7 @@ use super::ffi::{Access, MemoryRegion, ProtectionDomain};
 use super::numa;
 use super::rails::Rail;
 use super::worker::{Inbox, Order, Worker};
-use crate::plane::pools::{Pool, Pools};
+use crate::plane::pools::{Memory, Pool, PoolRefused, Pools};
 
 /// Registers pools with the devices, on the threads of who asks.
 #[derive(Debug)]
@@ -59,9 +59,10 @@ impl Registrar {
     /// A port may refuse: there is not enough memory, or `RLIMIT_MEMLOCK` does not allow as much.
     /// Then none has it, as which lanes a grant or a writer gets is for others to say, and what is
     /// asked of the plane for this pool ends at once.
-    pub(super) fn register(&self, id: PoolId) {
+    pub(super) fn register(&self, id: PoolId) -> Result<(), PoolRefused> {
         let Some(pool) = self.pools.find(id) else {
-            return debug!(pool = %id, "not registered: the pool is gone");
+            debug!(pool = %id, "not registered: the pool is gone");
+            return Ok(());
         };
         let (began, bytes) = (Instant::now(), pool.memory.bytes());
         let register = |port: &Port| MemoryRegion::register(&port.domain, &pool, port.access);
@@ -69,7 +70,10 @@ impl Registrar {
             Ok(regions) => {
                 let (took, ports) = (began.elapsed(), regions.len());
                 // Only now is all of it somewhere.
-                let numa_node = numa::node_of_memory(&pool.memory);
+                let numa_node = match &pool.memory {
+                    Memory::Host(memory) => numa::node_of_memory(memory),
+                    Memory::Device { .. } => None,
+                };
                 info!(
                     pool = %id,
                     bytes,
@@ -81,18 +85,24 @@ impl Registrar {
                 let regions = regions.into_iter().map(Arc::new).collect();
                 let known = Known { regions, numa_node };
                 self.inbox.push(Order::PoolHere { id, pool, known });
+                Ok(())
             }
             Err(refusals) => {
-                for (port, error) in refusals {
-                    let device = self.ports[port].domain.context().name();
+                let needs = match &pool.memory {
+                    Memory::Host(_) => "its memory is to be pinned, within RLIMIT_MEMLOCK",
+                    Memory::Device { .. } => "the device's driver is to know dma-buf",
+                };
+                for (port, error) in &refusals {
+                    let device = self.ports[*port].domain.context().name();
                     error!(
                         pool = %id,
                         device,
                         bytes,
-                        "the verbs plane cannot be used for a pool: {error}; its memory is to be \
-                         pinned, within RLIMIT_MEMLOCK"
+                        "the verbs plane cannot be used for a pool: {error}; {needs}"
                     );
                 }
+                let errno = refusals[0].1.code;
+                Err(PoolRefused { errno })
             }
         }
     }

@@ -31,8 +31,8 @@ impl Plane for Shared {
         self.0.submit(command);
     }
 
-    fn pool_here(&self, pool: PoolId) {
-        self.0.pool_here(pool);
+    fn pool_here(&self, pool: PoolId) -> Result<(), PoolRefused> {
+        self.0.pool_here(pool)
     }
 
     fn pool_gone(&self, pool: PoolId) {

@@ -2,12 +2,14 @@
 
 use std::fmt;
 use std::ops::BitOr;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
+use fabric_ipc::Mapping;
 use rdma_mummy_sys as sys;
 
-use super::super::super::pools::Pool;
-use super::{ProtectionDomain, VerbsError, check, check_pointer, log_failure};
+use super::super::super::pools::{Memory, Pool};
+use super::{Made, ProtectionDomain, VerbsError, check, check_pointer, log_failure};
 
 /// What a device may do with memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -66,28 +68,58 @@ unsafe impl Send for MemoryRegion {}
 unsafe impl Sync for MemoryRegion {}
 
 impl MemoryRegion {
-    /// Registers a pool's memory: the kernel pins it, which takes a while for many gigabytes.
+    /// Registers a pool's memory: the kernel pins it, which takes a while for many gigabytes. That
+    /// of a device stays where it is: the kernel gives the NIC a way to it, if its driver can.
     pub(crate) fn register(
         domain: &Arc<ProtectionDomain>,
         pool: &Arc<Pool>,
         access: Access,
     ) -> Result<Self, VerbsError> {
-        let bytes = usize::try_from(pool.memory.bytes()).expect("a mapping's length fits usize");
-        // SAFETY: the mapping has `bytes` bytes from there on, and is kept by the region.
-        let raw = unsafe {
-            sys::ibv_reg_mr_iova2(
-                domain.raw(),
-                pool.memory.as_mut_ptr().cast(),
-                bytes,
-                0,
-                access.0,
-            )
+        let raw = match &pool.memory {
+            Memory::Host(memory) => Self::register_host(domain, memory, access),
+            Memory::Device { bytes } => {
+                Self::register_device(domain, pool.fd.as_raw_fd(), *bytes, access)
+            }
         };
         Ok(Self {
-            raw: check_pointer("ibv_reg_mr_iova2", raw)?,
+            raw: raw?,
             _domain: Arc::clone(domain),
             pool: Arc::clone(pool),
         })
+    }
+
+    fn register_host(
+        domain: &ProtectionDomain,
+        memory: &Mapping,
+        access: Access,
+    ) -> Result<*mut sys::ibv_mr, VerbsError> {
+        let bytes = usize::try_from(memory.bytes()).expect(FITS);
+        let start = memory.as_mut_ptr().cast();
+        // SAFETY: the mapping has `bytes` bytes from `start` on, and is kept by the region.
+        let raw = unsafe { sys::ibv_reg_mr_iova2(domain.raw(), start, bytes, 0, access.0) };
+        check_pointer("ibv_reg_mr_iova2", raw)
+    }
+
+    fn register_device(
+        domain: &ProtectionDomain,
+        dma_buf: RawFd,
+        bytes: u64,
+        access: Access,
+    ) -> Result<*mut sys::ibv_mr, VerbsError> {
+        let bytes = usize::try_from(bytes).expect(FITS);
+        let access = i32::try_from(access.0).expect("the flags that we use are small");
+        // SAFETY: the kernel checks the descriptor, and holds its memory for as long as the region.
+        let raw = unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), 0, bytes, 0, dma_buf, access) };
+        check_pointer("ibv_reg_dmabuf_mr", raw)
+    }
+
+    /// Whether a device's driver knows device memory at all: then it finds that -1 is none.
+    pub(crate) fn device_memory(domain: &ProtectionDomain) -> bool {
+        let access = Access::LOCAL_WRITE;
+        match Self::register_device(domain, -1, PAGE_BYTES, access) {
+            Ok(_) => unreachable!("-1 is no descriptor"),
+            Err(VerbsError { code, .. }) => code == EBADF,
+        }
     }
 
     /// The key for this host's own work requests.
@@ -131,6 +163,7 @@ impl Drop for MemoryRegion {
 /// peer of that queue pair alone, until it is invalidated.
 pub(crate) struct MemoryWindow {
     raw: *mut sys::ibv_mw,
+    made: Made,
     _domain: Arc<ProtectionDomain>,
     /// The key of the next bind. M: the provider does not keep it for type 2, ibv_bind_mw(3).
     next_key: u32,
@@ -149,10 +182,16 @@ impl MemoryWindow {
         let key = unsafe { (*raw).rkey };
         Ok(Self {
             raw,
+            made: Made::now(),
             _domain: Arc::clone(domain),
             next_key: next_key(key),
             binds_left: BINDS_MAX,
         })
+    }
+
+    /// When it was made.
+    pub(crate) fn made(&self) -> Made {
+        self.made
     }
 
     /// The key for the next bind: never one that this window had before. `None`: its keys are used
@@ -209,6 +248,14 @@ impl Drop for MemoryWindow {
 fn next_key(key: u32) -> u32 {
     (key & !0xFF) | (key.wrapping_add(1) & 0xFF)
 }
+
+const FITS: &str = "memory that there is has a length that fits usize";
+
+/// The least that there can be of device memory.
+const PAGE_BYTES: u64 = 4096;
+
+/// M: errno(3).
+const EBADF: i32 = 9;
 
 /// After so many binds a key would come again.
 const BINDS_MAX: u8 = 255;

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use rdma_mummy_sys as sys;
 
 use super::{
-    Access, CompletionQueue, Gid, ProtectionDomain, VerbsError, check, check_pointer, log_failure,
+    Access, CompletionQueue, Gid, Made, ProtectionDomain, VerbsError, check, check_pointer,
+    log_failure,
 };
 
 /// How much a queue pair takes.
@@ -52,6 +53,7 @@ pub(crate) struct Route {
 /// A reliable connection.
 pub(crate) struct QueuePair {
     raw: *mut sys::ibv_qp,
+    made: Made,
     owned: Owned,
 }
 
@@ -91,11 +93,17 @@ impl QueuePair {
         let raw = check_pointer("ibv_create_qp", raw)?;
         Ok(Self {
             raw,
+            made: Made::now(),
             owned: Owned {
                 _domain: Arc::clone(domain),
                 _completions: Arc::clone(completions),
             },
         })
+    }
+
+    /// When it was made.
+    pub(crate) fn made(&self) -> Made {
+        self.made
     }
 
     /// Its number on this device.

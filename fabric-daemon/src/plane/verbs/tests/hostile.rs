@@ -68,7 +68,7 @@ impl Liar {
         let rail = rails::discover(&[]).unwrap().remove(0);
         let memory: Pool = testing::pool(testing::spec(1, LIAR_BYTES, 1));
         let bytes = Random::new(77).bytes(LIAR_BYTES as usize);
-        memory.memory.write(0, &bytes).unwrap();
+        memory.memory.mapped().write(0, &bytes).unwrap();
         let context = rail.domain.context();
         let domain = ProtectionDomain::new(context).unwrap();
         let region = MemoryRegion::register(&domain, &Arc::new(memory), Access::LOCAL_WRITE);

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use fabric_ipc::{Mapping, create_sealed};
 
+use super::ffi::Access;
 use super::*;
-use crate::plane::Pool;
+use crate::plane::{Memory, Pool};
 
 /// Waits until a plane says that it has so many memory regions.
 async fn regions_are(plane: &VerbsPlane, want: u64) {
@@ -25,6 +26,7 @@ fn ports() -> u64 {
 fn unfit(spec: fabric_proto::pool::PoolSpec) -> Pool {
     let fd = create_sealed("unfit", spec.bytes()).unwrap();
     let memory = Mapping::read_only(&fd, spec.bytes()).unwrap();
+    let memory = Memory::Host(memory);
     Pool { spec, memory, fd }
 }
 
@@ -58,7 +60,7 @@ async fn pools_that_go_while_they_are_registered_leave_nothing_behind() {
         tokio::time::sleep(Duration::from_micros(random.next() % 20_000)).await;
         drop(side.pools.remove(id));
         side.plane.pool_gone(id);
-        registered.await.unwrap();
+        registered.await.unwrap().unwrap();
     }
     regions_are(&plane, 0).await;
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -66,6 +68,33 @@ async fn pools_that_go_while_they_are_registered_leave_nothing_behind() {
         assert!(Instant::now() < deadline, "a pool's memory is kept");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+/// Which of the two is for the driver to say: soft-RoCE's does not, tests/null-verbs does.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn device_memory_is_registered_by_drivers_that_know_it_and_refused_by_others() {
+    let rails = rails::discover(&[]).unwrap();
+    let domain = &rails[0].domain;
+    let spec = testing::spec(1, 4096, 16);
+    let pool = Arc::new(Pool {
+        spec,
+        memory: Memory::Device {
+            bytes: spec.bytes(),
+        },
+        fd: std::fs::File::open("/dev/null").unwrap().into(),
+    });
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+    let registered = MemoryRegion::register(domain, &pool, access);
+    if MemoryRegion::device_memory(domain) {
+        let region = registered.expect("it knows device memory");
+        assert_eq!(Arc::strong_count(&pool), 2, "the memory is kept for it");
+        drop(region);
+    } else {
+        let error = registered.unwrap_err();
+        assert_eq!((error.call, error.code), ("ibv_reg_dmabuf_mr", 95));
+    }
+    assert_eq!(Arc::strong_count(&pool), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -166,7 +195,7 @@ async fn pools_are_of_huge_pages_where_the_host_allows_them() {
     let (side, plane) = side(settings(&[Mode::Window]), &Arc::default());
     let _advise = ShmemHuge::advise();
     let pool = testing::pool(testing::spec(1, 1 << 20, 8));
-    let start = format!("{:x}-", pool.memory.as_mut_ptr().addr());
+    let start = format!("{:x}-", pool.memory.mapped().as_mut_ptr().addr());
     // Not touched yet: the registration brings its pages.
     side.replace(pool);
     regions_are(&plane, ports()).await;

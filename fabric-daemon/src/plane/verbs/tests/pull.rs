@@ -144,7 +144,7 @@ impl Marked {
 
     fn fill(pool: &Pool, byte: u8) {
         let bytes = vec![byte; usize::try_from(pool.spec.bytes()).unwrap()];
-        pool.memory.write(0, &bytes).unwrap();
+        pool.memory.mapped().write(0, &bytes).unwrap();
     }
 
     /// Has a transfer of the whole pool go on for a while: until some page has begun to arrive,
@@ -173,7 +173,7 @@ impl Marked {
         let page = self.to.spec.page_offset(0, slot);
         let mut byte = [0];
         for _ in 0..50_000 {
-            self.to.memory.read(page, &mut byte).unwrap();
+            self.to.memory.mapped().read(page, &mut byte).unwrap();
             if byte == [Self::OLD] {
                 return slot;
             }
@@ -211,9 +211,9 @@ async fn no_byte_lands_after_a_fence_in_the_midst_of_reads() {
         for slot in slots {
             let page = marked.to.spec.page_offset(0, slot);
             let mut byte = [0];
-            marked.to.memory.read(page, &mut byte).unwrap();
+            marked.to.memory.mapped().read(page, &mut byte).unwrap();
             pages += usize::from(byte == [Marked::OLD]);
-            marked.to.memory.write(page, &next).unwrap();
+            marked.to.memory.mapped().write(page, &next).unwrap();
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
         pair.source.stop(grant);
