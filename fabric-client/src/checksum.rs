@@ -1,11 +1,14 @@
 //! Checksums of many pages: here, or on threads of their own where they are many bytes.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::vec;
 
 use fabric_proto::pool::PageRun;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::{JoinError, JoinHandle};
 
 use crate::lease::Lease;
 
@@ -39,48 +42,89 @@ impl Drop for StopOnDrop {
     }
 }
 
-/// The CRC-32C of every page of `runs` (positions of the lease), in order. `None` where it was
-/// stopped.
+/// The CRC-32C of every page of some runs (positions of the lease), in order, share after share:
+/// what is to be done with the first need not wait for the last.
 ///
-/// Cancelling it stops the threads at their next page; they keep the lease until then.
-pub(crate) async fn checksums(
-    workers: &Arc<Semaphore>,
+/// Dropping it stops the threads at their next page; they keep the lease until then.
+pub(crate) struct Shares {
+    workers: Arc<Semaphore>,
     reader: PageReader,
-    runs: &[PageRun],
-) -> Option<Vec<u32>> {
-    let page_bytes = u64::from(reader.lease.pool.spec.layout.page_bytes);
-    let pages: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
-    if pages * page_bytes <= INLINE_BYTES_MAX {
-        return reader.checksums(runs);
+    /// Whether there are so few bytes that no thread is worth it.
+    inline: bool,
+    next: Option<Vec<PageRun>>,
+    waiting: vec::IntoIter<Vec<PageRun>>,
+    running: VecDeque<JoinHandle<Option<Vec<u32>>>>,
+    stop: StopOnDrop,
+}
+
+/// Nobody wants the checksums any more, or the runtime is stopping.
+pub(crate) struct Stopped;
+
+impl Shares {
+    pub(crate) fn new(workers: &Arc<Semaphore>, reader: PageReader, runs: &[PageRun]) -> Self {
+        let page_bytes = u64::from(reader.lease.pool.spec.layout.page_bytes);
+        let pages: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
+        let mut waiting = share(runs, (SHARE_BYTES / page_bytes).max(1)).into_iter();
+        Self {
+            workers: Arc::clone(workers),
+            inline: pages * page_bytes <= INLINE_BYTES_MAX,
+            next: waiting.next(),
+            waiting,
+            running: VecDeque::new(),
+            stop: StopOnDrop(Arc::clone(&reader.stop)),
+            reader,
+        }
     }
-    let stop = StopOnDrop(Arc::clone(&reader.stop));
-    let mut shares = Vec::new();
-    for share in share(runs, (SHARE_BYTES / page_bytes).max(1)) {
-        // In turn with every other delivery of the session, so that none waits for the whole of a
-        // long one, and never more threads than processors.
-        let worker = Arc::clone(workers).acquire_owned().await.ok()?;
-        let reader = reader.clone();
-        shares.push(tokio::task::spawn_blocking(move || {
+
+    /// Those of the next share; `None` after the last.
+    pub(crate) async fn next(&mut self) -> Result<Option<Vec<u32>>, Stopped> {
+        if self.inline {
+            let share = self.next.take();
+            self.next = self.waiting.next();
+            let crcs = share.map(|share| self.reader.checksums(&share).ok_or(Stopped));
+            return crcs.transpose();
+        }
+        loop {
+            tokio::select! {
+                // In turn with every other delivery of the session, so that none waits for the
+                // whole of a long one, and never more threads than processors.
+                worker = Arc::clone(&self.workers).acquire_owned(), if self.next.is_some() => {
+                    self.start(worker.map_err(|_| Stopped)?);
+                }
+                done = first(&mut self.running), if !self.running.is_empty() => {
+                    self.running.pop_front();
+                    return match done {
+                        Ok(crcs) => crcs.map(Some).ok_or(Stopped),
+                        Err(error) if error.is_cancelled() => Err(Stopped),
+                        Err(error) => std::panic::resume_unwind(error.into_panic()),
+                    };
+                }
+                else => break,
+            }
+        }
+        // Relaxed: the checksums came through the joins above; a stop that is not seen here is
+        // found in the record, under its lock.
+        let is_stopped = self.stop.0.load(Ordering::Relaxed);
+        if is_stopped { Err(Stopped) } else { Ok(None) }
+    }
+
+    fn start(&mut self, worker: OwnedSemaphorePermit) {
+        let Some(share) = self.next.take() else {
+            return;
+        };
+        self.next = self.waiting.next();
+        let reader = self.reader.clone();
+        self.running.push_back(tokio::task::spawn_blocking(move || {
             let crcs = reader.checksums(&share);
             drop(worker);
             crcs
         }));
     }
-    drop(reader);
-    let mut crcs = Vec::with_capacity(usize::try_from(pages).ok()?);
-    for share in shares {
-        match share.await {
-            Ok(done) => crcs.extend(done?),
-            // The runtime is stopping.
-            Err(error) if error.is_cancelled() => return None,
-            Err(error) => std::panic::resume_unwind(error.into_panic()),
-        }
-    }
-    // Done: what remains of this future's life must not look like a cancellation.
-    // Relaxed: the checksums came through the joins above; a stop that is not seen here is found
-    // in the record, under its lock.
-    let wanted = !stop.0.load(Ordering::Relaxed);
-    wanted.then_some(crcs)
+}
+
+async fn first<T>(running: &mut VecDeque<JoinHandle<T>>) -> Result<T, JoinError> {
+    let first = running.front_mut();
+    first.expect("the caller has seen that there is one").await
 }
 
 impl PageReader {

@@ -24,7 +24,7 @@ use fabric_proto::pool::{PageRef, PageRun};
 use fabric_proto::wire::{AbortPolicy, Checksums, ToDaemon};
 use tokio::sync::watch;
 
-use crate::checksum::{PageReader, checksums};
+use crate::checksum::{PageReader, Shares, Stopped};
 use crate::closed::Misbehaviour;
 use crate::lease::Lease;
 use crate::session::Session;
@@ -364,9 +364,16 @@ impl Receive {
             stop,
             reading: None,
         };
-        let Some(crcs) = checksums(&session.workers, reader, &runs).await else {
-            return; // Nobody wants to know any more.
-        };
+        let mut shares = Shares::new(&session.workers, reader, &runs);
+        let mut crcs = Vec::new();
+        loop {
+            match shares.next().await {
+                Ok(Some(share)) => crcs.extend(share),
+                Ok(None) => break,
+                Err(Stopped) => return,
+            }
+        }
+        drop(shares);
         let Some(report) = self.compare(attempt, &runs, &crcs) else {
             return;
         };

@@ -1,8 +1,8 @@
 //! The prefill side: a transfer from here.
 //!
 //! ```text
-//!  a page:   Open ─seal begins─▶ Frozen ─queued for the daemon─▶ Sealed
-//!                                  └─the seal was cancelled: seal it again
+//!  a page:   Open ─seal begins─▶ Frozen ─queued for the daemon─▶ Queued ─seal returns─▶ Sealed
+//!                                  └────────the seal was cancelled: seal it again────▲
 //! ```
 //!
 //! A page that is frozen or sealed does not change until the outcome: threads here, and then the
@@ -21,7 +21,7 @@ use fabric_proto::pool::PageRun;
 use fabric_proto::wire::{Checksums, ToDaemon};
 use tokio::sync::{mpsc, watch};
 
-use crate::checksum::{PageReader, checksums};
+use crate::checksum::{PageReader, Shares, Stopped};
 use crate::closed::Misbehaviour;
 use crate::lease::{HeldLease, Lease};
 
@@ -44,6 +44,7 @@ pub struct Sending {
 enum PageState {
     Open,
     Frozen,
+    Queued,
     Sealed,
 }
 
@@ -226,10 +227,11 @@ impl Sending {
     }
 
     /// Says that pages are complete: they are checksummed here, on threads of their own where they
-    /// are many, and go out as soon as they can. Waits while the session's outgoing queue is full.
+    /// are many, and the first go out while the last are checksummed. Waits while the session's
+    /// outgoing queue is full.
     ///
-    /// Safe to cancel: then either all of the pages are sealed or none is; those that are not can
-    /// be sealed again, and do not change meanwhile.
+    /// Safe to cancel: then none of the pages is sealed, nor do they change; to seal them again goes
+    /// on where it was cancelled.
     ///
     /// # Errors
     ///
@@ -237,16 +239,22 @@ impl Sending {
     pub async fn seal(&mut self, region: u16, positions: Range<u32>) -> Result<(), SealError> {
         self.freeze(region, &positions)?;
         self.reads_over().await;
-        let (reading, over) = mpsc::channel(1);
-        self.reading = Some(over);
-        let reader = self.reader(Some(reading));
-        let workers = Arc::clone(&self.transfer.lease.pool.session.workers);
-        let runs = self.runs(region, &positions);
-        let crcs = checksums(&workers, reader, &runs).await;
-        self.reading = None;
-        // It is stopped by nobody but a runtime that shuts down, and the session with it.
-        let crcs = crcs.ok_or(GONE)?;
-        self.queue(region, &positions, &crcs).await
+        for run in self.frozen(region, &positions) {
+            let (reading, over) = mpsc::channel(1);
+            self.reading = Some(over);
+            let reader = self.reader(Some(reading));
+            let workers = Arc::clone(&self.transfer.lease.pool.session.workers);
+            let mut shares = Shares::new(&workers, reader, &self.runs(region, &run));
+            let mut first = run.start;
+            // They are stopped by nobody but a runtime that shuts down, and the session with it.
+            while let Some(crcs) = shares.next().await.map_err(|Stopped| GONE)? {
+                self.queue(region, first, &crcs).await?;
+                first += u32::try_from(crcs.len()).expect("a part of a range of u32");
+            }
+            self.reading = None;
+        }
+        self.set(region, &positions, PageState::Sealed);
+        Ok(())
     }
 
     /// As [`Sending::seal`], on the calling thread: for one that computes.
@@ -260,10 +268,14 @@ impl Sending {
     /// Within an asynchronous task, as anything that blocks does.
     pub fn seal_blocking(&mut self, region: u16, positions: Range<u32>) -> Result<(), SealError> {
         self.freeze(region, &positions)?;
-        let runs = self.runs(region, &positions);
-        let crcs = self.reader(None).checksums(&runs).ok_or(GONE)?;
         let runtime = self.held().session.runtime().clone();
-        runtime.block_on(self.queue(region, &positions, &crcs))
+        for run in self.frozen(region, &positions) {
+            let crcs = self.reader(None).checksums(&self.runs(region, &run));
+            let crcs = crcs.ok_or(GONE)?;
+            runtime.block_on(self.queue(region, run.start, &crcs))?;
+        }
+        self.set(region, &positions, PageState::Sealed);
+        Ok(())
     }
 
     /// Says that every page is sealed, and waits for the outcome. From then on nothing reads the
@@ -332,18 +344,34 @@ impl Sending {
                 return Err(SealError::Twice { region, position });
             }
         }
-        self.set(region, positions, PageState::Frozen);
+        for position in positions.clone() {
+            let page = self.page_state(region, position);
+            if *page == PageState::Open {
+                *page = PageState::Frozen;
+            }
+        }
         Ok(())
     }
 
-    /// Queues what was checksummed, all of it or, where it is cancelled or over, none.
-    async fn queue(
-        &mut self,
-        region: u16,
-        positions: &Range<u32>,
-        crcs: &[u32],
-    ) -> Result<(), SealError> {
-        assert_eq!(crcs.len(), positions.len(), "every page has its checksum");
+    /// What of some pages is frozen: all of them, unless a seal was cancelled before.
+    fn frozen(&mut self, region: u16, positions: &Range<u32>) -> Vec<Range<u32>> {
+        let mut runs: Vec<Range<u32>> = Vec::new();
+        for position in positions.clone() {
+            if *self.page_state(region, position) != PageState::Frozen {
+                continue;
+            }
+            match runs.last_mut() {
+                Some(last) if last.end == position => last.end += 1,
+                _ => runs.push(position..position + 1),
+            }
+        }
+        runs
+    }
+
+    /// Queues what was checksummed from a page on, all of it or, where it is cancelled or over, none.
+    async fn queue(&mut self, region: u16, first: u32, crcs: &[u32]) -> Result<(), SealError> {
+        let count = u32::try_from(crcs.len()).expect("a part of a range of u32");
+        let positions = first..first + count;
         let parts = positions.clone().step_by(CHECKSUMS_PER_MESSAGE_MAX);
         let messages = parts.zip(crcs.chunks(CHECKSUMS_PER_MESSAGE_MAX));
         let messages = messages.map(|(first, crcs)| {
@@ -364,7 +392,7 @@ impl Sending {
         let sent = self.transfer.lease.pool.session.send(messages).await;
         sent.ok_or(GONE)?;
         // No await since they were queued.
-        self.set(region, positions, PageState::Sealed);
+        self.set(region, &positions, PageState::Queued);
         Ok(())
     }
 
@@ -392,9 +420,13 @@ impl Sending {
 
     fn set(&mut self, region: u16, positions: &Range<u32>, state: PageState) {
         for position in positions.clone() {
-            let index = self.index(region, position);
-            self.pages[index.expect("the caller has checked the pages")] = state;
+            *self.page_state(region, position) = state;
         }
+    }
+
+    fn page_state(&mut self, region: u16, position: u32) -> &mut PageState {
+        let index = self.index(region, position);
+        &mut self.pages[index.expect("the caller has checked the page")]
     }
 
     fn sealed_count(&self) -> usize {

@@ -406,6 +406,47 @@ async fn many_pages_are_sealed_in_several_messages() {
     assert_eq!(next, 20_000);
 }
 
+/// Hears of 64 pages of 1 MiB of ones, each once and in order.
+async fn all_are_sealed(daemon: &mut fake::Daemon, mut next: u32) {
+    let ones = fabric_ipc::crc32c(&vec![1; 1 << 20]);
+    while next < 64 {
+        let ToDaemon::Seal { checksums, .. } = daemon.hear().await else {
+            panic!("a seal");
+        };
+        assert_eq!(checksums.first, next);
+        assert!(checksums.crcs.iter().all(|crc| *crc == ones));
+        next += u32::try_from(checksums.crcs.len()).unwrap();
+    }
+    assert_eq!(next, 64);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_seal_that_is_cancelled_in_its_midst_goes_on_where_it_was() {
+    let (pool, mut daemon) = pool_of(spec(64, 1 << 20)).await;
+    let (mut sending, _) = sending(&pool, &mut daemon, slots(0..64), 0).await;
+    for position in 0..64 {
+        sending.page_mut(0, position).fill(1);
+    }
+    let first = tokio::select! {
+        biased;
+        heard = daemon.hear() => heard,
+        sealed = sending.seal(0, 0..64) => panic!("{sealed:?} before its first page went out"),
+    };
+    let ToDaemon::Seal { checksums, .. } = first else {
+        panic!("a seal");
+    };
+    // None of them counts as sealed, so the second time is no mistake.
+    sending.seal(0, 0..64).await.unwrap();
+    let next = u32::try_from(checksums.crcs.len()).unwrap();
+    assert!(checksums.first == 0 && next < 64, "{checksums:?}");
+    all_are_sealed(&mut daemon, next).await;
+    let twice = SealError::Twice {
+        region: 0,
+        position: 0,
+    };
+    assert_eq!(sending.seal(0, 0..64).await, Err(twice));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_cancelled_seal_leaves_pages_unsealed_and_unchangeable() {
     let (pool, mut daemon) = pool_of(spec(64, 1 << 20)).await;
@@ -421,10 +462,7 @@ async fn a_cancelled_seal_leaves_pages_unsealed_and_unchangeable() {
         "it may be read still"
     );
     sending.seal(0, 0..64).await.unwrap();
-    let ToDaemon::Seal { checksums, .. } = daemon.hear().await else {
-        panic!("a seal");
-    };
-    assert_eq!(checksums.crcs, [fabric_ipc::crc32c(&vec![1; 1 << 20]); 64]);
+    all_are_sealed(&mut daemon, 0).await;
     let outcome = Outcome::Aborted(Abort::Source);
     let told = async {
         assert_eq!(daemon.hear().await, ToDaemon::AbortSend { transfer });
