@@ -230,8 +230,8 @@ impl Sending {
     /// are many, and the first go out while the last are checksummed. Waits while the session's
     /// outgoing queue is full.
     ///
-    /// Safe to cancel: then none of the pages is sealed, nor do they change; to seal them again goes
-    /// on where it was cancelled.
+    /// Safe to cancel: then none of the pages is sealed, nor do they change; to seal them again
+    /// goes on where it was cancelled.
     ///
     /// # Errors
     ///
@@ -368,7 +368,8 @@ impl Sending {
         runs
     }
 
-    /// Queues what was checksummed from a page on, all of it or, where it is cancelled or over, none.
+    /// Queues what was checksummed from a page on: all of it or, where it is cancelled or over,
+    /// none.
     async fn queue(&mut self, region: u16, first: u32, crcs: &[u32]) -> Result<(), SealError> {
         let count = u32::try_from(crcs.len()).expect("a part of a range of u32");
         let positions = first..first + count;

@@ -302,8 +302,8 @@ async fn a_restarted_daemon_is_served_at_once_over_verbs() -> Result<()> {
     restarted("verbs").await
 }
 
-/// Its windows must go before the queue pairs that they are bound on: else the kernel waits for them,
-/// 50 s with soft-RoCE, and then frees what is still in use.
+/// Its windows must go before the queue pairs that they are bound on: else the kernel waits for
+/// them, 50 s with soft-RoCE, and then frees what is still in use.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs an RDMA device: tests/rdma/run"]
 async fn a_daemon_that_is_killed_with_windows_bound_is_gone_at_once() -> Result<()> {

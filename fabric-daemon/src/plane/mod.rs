@@ -73,8 +73,8 @@ pub trait Plane: Send + Sync {
     ///
     /// # Errors
     ///
-    /// The plane cannot use it, and has said so in the log. What is asked of the plane for that pool
-    /// fails.
+    /// The plane cannot use it, and has said so in the log. What is asked of the plane for that
+    /// pool fails.
     fn pool_here(&self, _pool: PoolId) -> Result<(), PoolRefused> {
         Ok(())
     }

@@ -89,8 +89,8 @@ pub enum ToDaemon {
         /// Its name; the configuration says what it may do.
         name: EngineName,
     },
-    /// Registers a pool. The frame carries one descriptor: the pool's sealed memory, or a dma-buf of
-    /// a device's, which a daemon takes where nobody but RDMA devices has to touch it.
+    /// Registers a pool. The frame carries one descriptor: the pool's sealed memory, or a dma-buf
+    /// of a device's, which a daemon takes where nobody but RDMA devices has to touch it.
     RegisterPool {
         /// Echoed in the reply.
         seq: RequestSeq,

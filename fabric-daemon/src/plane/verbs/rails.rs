@@ -239,8 +239,8 @@ impl Rail {
         self.rights.region
     }
 
-    /// A window that is bound to nothing, to be bound on this queue pair: so it is younger. An older
-    /// one is of no use once there are queue pairs like this, and goes.
+    /// A window that is bound to nothing, to be bound on this queue pair: so it is younger. An
+    /// older one is of no use once there are queue pairs like this, and goes.
     pub(super) fn window(&mut self, on: &QueuePair) -> Result<MemoryWindow, VerbsError> {
         while let Some(window) = self.windows.pop() {
             if window.made() > on.made() {
