@@ -472,7 +472,8 @@ pub(super) async fn no_byte_lands_after_a_fence_within(
             pair.source.write(grant, run(round % 2, 0, 16));
         }
         let pause = Duration::from_micros(random.next() % pause_max_us);
-        if !random.next().is_multiple_of(8) {
+        let at_once = random.next().is_multiple_of(8);
+        if !at_once {
             tokio::time::sleep(pause).await;
         }
         pair.target.fence(grant);
@@ -481,7 +482,9 @@ pub(super) async fn no_byte_lands_after_a_fence_within(
             StoppedBy::Fence
         );
         let at_proof = pair.target.contents();
-        tokio::time::sleep(pause).await;
+        // Time for a writer that had all of its writes before it to hear of the fence.
+        let hears = 10 * pause_max + Duration::from_millis(10);
+        tokio::time::sleep(if at_once { hears } else { pause }).await;
         pair.source.stop(grant);
         pair.source.wait_reads_stopped(grant).await;
         if pair.source.count(Event::WriterFailed(grant)) == 1 {
