@@ -352,7 +352,9 @@ impl Worker {
             .grants
             .get_mut(&grant)
             .expect("a busy lane has its grant");
-        let (bound, extents, _) = inbound.laned(leg).expect("its windows are being bound");
+        let Some((bound, extents, _)) = inbound.laned(leg) else {
+            return;
+        };
         if bound.windows.len() < extents.len() {
             self.bind_more(grant, leg);
         } else if is_quiet {
@@ -443,8 +445,9 @@ impl Worker {
             Received::Invalidated(rkey) => {
                 let laned = inbound.laned(leg).filter(|_| armed);
                 let of_turn = laned.map(|(bound, ..)| bound).filter(|bound| {
+                    // Keys can be guessed: before the last bind completed it was told none.
                     let expected = bound.windows.get(bound.invalidated);
-                    expected.is_some_and(|(expected, _)| *expected == rkey)
+                    bound.is_bound && expected.is_some_and(|(expected, _)| *expected == rkey)
                 });
                 let Some(bound) = of_turn else {
                     warn!(%grant, "the writer invalidated a window out of turn");

@@ -41,6 +41,8 @@ pub(super) enum IntroductionError {
     NotRails,
     #[error("it does not say whether its lanes can be used")]
     Undecided,
+    #[error("it does not say which ports it has within {PATH_WAIT:?}")]
+    Late,
     #[error("{0}")]
     Receive(#[from] ReceiveError),
     #[error("{0}")]
@@ -55,15 +57,9 @@ pub(super) async fn introduce(
     connection: &Connection,
     opener: Opener,
 ) -> Result<Option<Introduced>, IntroductionError> {
-    let (mut sending, mut receiving) = match opener {
-        Opener::Us => connection.open_bi().await?,
-        Opener::Peer => connection.accept_bi().await?,
-    };
-    codec::send(&mut sending, &Message::Rails(rails)).await?;
-    let first = codec::receive(&mut receiving).await?;
-    let Some(Message::Rails(theirs)) = first else {
-        return Err(IntroductionError::NotRails);
-    };
+    // It holds a place for handshakes, of which there are few.
+    let opened = tokio::time::timeout(PATH_WAIT, open(rails, connection, opener)).await;
+    let (sending, receiving, theirs) = opened.map_err(|_| IntroductionError::Late)??;
     let (outgoing, outbox) = mpsc::channel(MESSAGES_MAX);
     let (done, is_done) = oneshot::channel();
     inbox.push(Order::PeerUp {
@@ -107,6 +103,23 @@ pub(super) async fn introduce(
     }
 }
 
+/// Opens the stream; each end says which ports it has.
+async fn open(
+    rails: Vec<RailAddress>,
+    connection: &Connection,
+    opener: Opener,
+) -> Result<(SendStream, RecvStream, Vec<RailAddress>), IntroductionError> {
+    let (mut sending, mut receiving) = match opener {
+        Opener::Us => connection.open_bi().await?,
+        Opener::Peer => connection.accept_bi().await?,
+    };
+    codec::send(&mut sending, &Message::Rails(rails)).await?;
+    match codec::receive(&mut receiving).await? {
+        Some(Message::Rails(theirs)) => Ok((sending, receiving, theirs)),
+        _ => Err(IntroductionError::NotRails),
+    }
+}
+
 /// Passes messages on, both ways, until either end has no more.
 async fn serve(
     inbox: Arc<Inbox>,
@@ -119,7 +132,8 @@ async fn serve(
         loop {
             match codec::receive(&mut receiving).await {
                 Ok(Some(message)) => {
-                    let place = Arc::clone(&places).acquire_owned().await;
+                    let weight = weight(&message);
+                    let place = Arc::clone(&places).acquire_many_owned(weight).await;
                     let place = place.expect("the semaphore is never closed");
                     inbox.push(Order::PeerSaid {
                         peer,
@@ -147,6 +161,31 @@ async fn serve(
     }
     inbox.push(Order::PeerGone { peer });
 }
+
+/// How many places a message of a peer takes while it waits: about one for each 256 bytes.
+fn weight(message: &Message) -> u32 {
+    let extents = match message {
+        Message::Reach { reach, .. } => reach.extents.len(),
+        Message::Rerouted { keys, .. } => keys.len(),
+        Message::Exposed { exposures, .. } => exposures.len(),
+        Message::AllExposed { .. }
+        | Message::Closed { .. }
+        | Message::Exposes(_)
+        | Message::GivenUp { .. }
+        | Message::Lane(_)
+        | Message::LaneGone { .. }
+        | Message::LaneReady { .. }
+        | Message::LegDrained { .. }
+        | Message::Rails(_)
+        | Message::Usable(_) => 0,
+    };
+    u32::try_from(1 + extents / 8).expect("the codec bounds it")
+}
+
+const _: () = assert!(
+    codec::EXTENTS_MAX / 8 < MESSAGES_MAX,
+    "each message has its places"
+);
 
 /// Messages that wait for a peer, and of a peer.
 const MESSAGES_MAX: usize = 4096;

@@ -239,6 +239,7 @@ impl VerbsPlane {
             writers: BTreeMap::new(),
             awaiting: BTreeMap::new(),
             chain: SendChain::new(),
+            room: None,
             due_offers: Vec::new(),
             say_landed_at: None,
             looked_for_late: Instant::now(),

@@ -51,6 +51,8 @@ pub(super) struct Writer {
     pub(super) posted: u64,
     pub(super) outstanding: u64,
     opened: Instant,
+    /// When the machine stopped it.
+    stopped: Option<Instant>,
     /// When the peer last heard of us.
     progress_at: Instant,
 }
@@ -221,6 +223,7 @@ impl Worker {
             posted: 0,
             outstanding: 0,
             opened: now,
+            stopped: None,
             progress_at: now,
         };
         if let Some(before) = self.writers.insert(transfer, writer) {
@@ -263,7 +266,12 @@ impl Worker {
         let Some(writer) = self.writers.get_mut(&transfer) else {
             return Ok(());
         };
-        let Granted { key, lanes, reach } = granted;
+        let Granted {
+            key,
+            lanes,
+            reach,
+            at: _,
+        } = granted;
         if writer.key != key {
             return Err("the grant's key is another".into());
         }
@@ -365,6 +373,7 @@ impl Worker {
             return;
         };
         writer.end = Some(End::Stop);
+        writer.stopped = writer.stopped.or_else(|| Some(Instant::now()));
         writer.cut_short();
         if writer.route.is_some() {
             return self.pump(transfer);
@@ -527,7 +536,7 @@ impl Worker {
         let Some(peer) = self.peers.get_mut(&key) else {
             return;
         };
-        peer.reaches.remove(&grant);
+        let _untaken = peer.untaken.remove(grant);
         let Some(transfer) = peer.taken.remove(&grant) else {
             return;
         };
@@ -671,9 +680,14 @@ impl Worker {
         }
     }
 
-    /// Fails the writers that have waited too long for their keys, or for another lane.
+    /// Fails the writers that have waited too long for their keys, or for another lane, and those
+    /// that were stopped and are not over: whatever their peer does or leaves undone.
+    // S4: a source's pins end without the peer's help.
     pub(super) fn fail_late_writers(&mut self, now: Instant) {
         let is_late = |writer: &Writer| now.duration_since(writer.opened) > REACH_WAIT;
+        for peer in self.peers.values_mut() {
+            peer.untaken.forget_late(now);
+        }
         let late = self.awaiting.values().copied();
         let late: Vec<_> = late
             .filter(|transfer| self.writers.get(transfer).is_some_and(is_late))
@@ -692,6 +706,13 @@ impl Worker {
         let late: Vec<_> = late.map(|(transfer, _)| *transfer).collect();
         for transfer in late {
             self.fail_writer(transfer, "the peer names no other lane for a leg");
+        }
+        let is_late = |since: Instant| now.duration_since(since) > STOP_WAIT;
+        let late = self.writers.iter();
+        let late = late.filter(|(_, writer)| writer.stopped.is_some_and(is_late));
+        let late: Vec<_> = late.map(|(transfer, _)| *transfer).collect();
+        for transfer in late {
+            self.fail_writer(transfer, "it was stopped, and its peer holds it up");
         }
     }
 }
@@ -813,6 +834,9 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(50);
 
 /// How long a leg waits for another lane: longer than the peer may look for one.
 const REROUTE_WAIT: Duration = Duration::from_secs(5);
+
+/// How long a writer that was stopped may wait for what it has posted: as long as for a lane.
+const STOP_WAIT: Duration = REROUTE_WAIT;
 
 /// How long a writer waits for its keys, which are said before the machine's own message.
 const REACH_WAIT: Duration = Duration::from_secs(5);

@@ -37,6 +37,11 @@ pub(super) struct Peer {
     /// Our lanes, and the peer's, by number.
     ours: BTreeMap<LaneNumber, LaneKey>,
     pub(super) theirs: BTreeMap<LaneNumber, LaneKey>,
+    /// Lanes that are being connected, at most [`CONNECTS_MAX`], and those that are to be.
+    connecting: usize,
+    to_connect: VecDeque<ToConnect>,
+    /// Of those that are being connected: the peer's end is gone.
+    gone: BTreeSet<LaneKey>,
     /// Ours that are free.
     idle: VecDeque<LaneKey>,
     /// Which of our ports the next grant's first leg is to go through, if it can.
@@ -44,9 +49,17 @@ pub(super) struct Peer {
     /// Who waits for one.
     pub(super) waiting: VecDeque<Waiter>,
     /// What the peer has granted us, until the writer takes it.
-    pub(super) reaches: BTreeMap<GrantId, Granted>,
+    pub(super) untaken: Untaken,
     /// Grants whose writer has taken it, and for which transfer.
     pub(super) taken: BTreeMap<GrantId, TransferId>,
+}
+
+/// A lane, and the peer's end of it: its port, its number and its first packet's.
+#[derive(Clone, Copy, Debug)]
+struct ToConnect {
+    lane: LaneKey,
+    address: RailAddress,
+    theirs: (u32, u32),
 }
 
 /// A lane through one of our ports, whichever queue pair it is just now.
@@ -80,6 +93,45 @@ pub(super) struct Granted {
     /// By leg.
     pub(super) lanes: Vec<LaneNumber>,
     pub(super) reach: Reach,
+    /// When it came.
+    pub(super) at: Instant,
+}
+
+/// What a peer has granted, until a writer takes it. How much that is the peer says: so there is
+/// a bound, and an end.
+#[derive(Debug, Default)]
+pub(super) struct Untaken {
+    grants: BTreeMap<GrantId, Granted>,
+    extents: usize,
+}
+
+impl Untaken {
+    /// Whether there was room for it, and no other of its name.
+    fn insert(&mut self, grant: GrantId, granted: Granted) -> bool {
+        let extents = self.extents + granted.reach.extents.len();
+        if extents > EXTENTS_UNTAKEN_MAX || self.grants.contains_key(&grant) {
+            return false;
+        }
+        self.extents = extents;
+        self.grants.insert(grant, granted);
+        true
+    }
+
+    pub(super) fn remove(&mut self, grant: GrantId) -> Option<Granted> {
+        let granted = self.grants.remove(&grant)?;
+        self.extents -= granted.reach.extents.len();
+        Some(granted)
+    }
+
+    /// Forgets what waits for too long: an honest peer's grant is taken at once.
+    pub(super) fn forget_late(&mut self, now: Instant) {
+        let is_late = |granted: &Granted| now.duration_since(granted.at) > REACH_KEPT;
+        let late = self.grants.iter().filter(|(_, granted)| is_late(granted));
+        let late: Vec<_> = late.map(|(grant, _)| *grant).collect();
+        for grant in late {
+            let _late = self.remove(grant);
+        }
+    }
 }
 
 /// What became of a reach.
@@ -101,7 +153,7 @@ impl Peer {
 
     /// Takes what the peer's grant reaches, once.
     pub(super) fn take_reach(&mut self, grant: GrantId, transfer: TransferId) -> Reached {
-        if let Some(granted) = self.reaches.remove(&grant) {
+        if let Some(granted) = self.untaken.remove(grant) {
             self.taken.insert(grant, transfer);
             return Reached::Now(granted);
         }
@@ -149,10 +201,13 @@ impl Worker {
             next_lane: 0,
             ours: BTreeMap::new(),
             theirs: BTreeMap::new(),
+            connecting: 0,
+            to_connect: VecDeque::new(),
+            gone: BTreeSet::new(),
             idle: VecDeque::new(),
             turn: 0,
             waiting: VecDeque::new(),
-            reaches: BTreeMap::new(),
+            untaken: Untaken::default(),
             taken: BTreeMap::new(),
         };
         self.peers.insert(key, peer);
@@ -240,6 +295,7 @@ impl Worker {
                     key: secret,
                     lanes,
                     reach,
+                    at: Instant::now(),
                 };
                 self.reach_said(key, grant, granted)
             }
@@ -409,20 +465,41 @@ impl Worker {
         Ok(())
     }
 
-    /// Connects a lane to the peer's end of it: elsewhere, as the kernel may have to look for the
-    /// peer's address, and waits a second for one that does not answer. Until it is back nobody
-    /// finds the lane.
-    fn connect(&mut self, key: LaneKey, address: RailAddress, theirs: (u32, u32)) {
-        let Some(lane) = self.lanes.lend(key) else {
+    /// Connects a lane to the peer's end of it, in its turn.
+    fn connect(&mut self, lane: LaneKey, address: RailAddress, theirs: (u32, u32)) {
+        let found = self.lanes.find(lane).map(|found| found.peer);
+        let Some(peer_key) = found else {
             return;
         };
-        let route = self.rails[lane.rail].route(address, theirs, lane.first);
-        let inbox = Arc::clone(&self.inbox);
-        self.runtime.spawn_blocking(move || {
-            let result = lane.connect(&route);
-            let lane = Box::new(lane);
-            inbox.push(Order::Connected { key, lane, result });
-        });
+        if let Some(peer) = self.peers.get_mut(&peer_key) {
+            peer.to_connect.push_back(ToConnect {
+                lane,
+                address,
+                theirs,
+            });
+        }
+        self.connect_more(peer_key);
+    }
+
+    /// Connects as many of a peer's lanes at a time as it may have: elsewhere, as the kernel may
+    /// have to look for its address, and waits a second for one that does not answer. The threads
+    /// there are for others as well. Until a lane is back nobody finds it.
+    fn connect_more(&mut self, key: PeerKey) {
+        while let Some(peer) = self.peers.get_mut(&key)
+            && peer.connecting < CONNECTS_MAX
+            && let Some(next) = peer.to_connect.pop_front()
+        {
+            let lane = self.lanes.lend(next.lane);
+            let lane = lane.expect("one that goes is taken off the list");
+            peer.connecting += 1;
+            let route = self.rails[lane.rail].route(next.address, next.theirs, lane.first);
+            let inbox = Arc::clone(&self.inbox);
+            self.runtime.spawn_blocking(move || {
+                let result = lane.connect(&route);
+                let (key, lane) = (next.lane, Box::new(lane));
+                inbox.push(Order::Connected { key, lane, result });
+            });
+        }
     }
 
     /// A lane is back.
@@ -434,10 +511,13 @@ impl Worker {
         }
         self.lanes.take_back(key, lane);
         let is_ours = matches!(side, Side::Destination(_));
-        let peer = self.peers.get_mut(&peer_key);
-        let lanes = peer.map(|peer| if is_ours { &peer.ours } else { &peer.theirs });
-        if lanes.and_then(|lanes| lanes.get(&number)) != Some(&key) {
-            // The peer, or its end of the lane, has gone meanwhile.
+        // The peer, or its end of the lane, may have gone meanwhile.
+        let is_gone = self.peers.get_mut(&peer_key).is_none_or(|peer| {
+            peer.connecting -= 1;
+            peer.gone.remove(&key)
+        });
+        self.connect_more(peer_key);
+        if is_gone {
             self.destroy_lane(key);
         } else if let Err(error) = result {
             self.lane_broke(key, &error.to_string());
@@ -482,6 +562,8 @@ impl Worker {
             let offered = Side::Destination(State::Connecting);
             found.side == offered
         });
+        let waits = peer.to_connect.iter().any(|next| next.lane == lane);
+        let found = found.filter(|_| !waits);
         let found = found.ok_or(PeerError::Lane(lane_number))?;
         let address = peer.rails[found.their_rail];
         self.connect(lane, address, (number, first));
@@ -648,13 +730,9 @@ impl Worker {
         if self.lanes.find(lane).is_some() {
             return self.lane_broke(lane, "the peer's end is gone");
         }
-        // It is being connected, and destroyed when it is back.
+        // It is being connected, and destroyed when it is back. Until then it counts.
         let peer = self.peers.get_mut(&key).expect("it was found above");
-        if offered_by_sender {
-            peer.theirs.remove(&number);
-        } else {
-            peer.ours.remove(&number);
-        }
+        peer.gone.insert(lane);
     }
 
     /// A lane is of no use any more: whoever used it hears of that, and another takes its place.
@@ -711,6 +789,7 @@ impl Worker {
             return;
         };
         let is_ours = matches!(lane.side, Side::Destination(_));
+        peer.to_connect.retain(|next| next.lane != key);
         peer.tell(Message::LaneGone {
             lane: number,
             offered_by_sender: is_ours,
@@ -734,11 +813,10 @@ impl Worker {
         granted: Granted,
     ) -> Result<(), PeerError> {
         let peer = self.peers.get_mut(&key).ok_or(PeerError::OutOfPlace)?;
-        let is_known = peer.reaches.contains_key(&grant) || peer.taken.contains_key(&grant);
-        if is_known || peer.reaches.len() + peer.taken.len() == GRANTS_MAX {
+        let has_room = peer.untaken.grants.len() + peer.taken.len() < GRANTS_MAX;
+        if !has_room || peer.taken.contains_key(&grant) || !peer.untaken.insert(grant, granted) {
             return Err(PeerError::Grant(grant));
         }
-        peer.reaches.insert(grant, granted);
         if let Some(link) = peer.link {
             self.reach_arrived(link, grant);
         }
@@ -758,7 +836,7 @@ impl Worker {
             return can_be.then_some(()).ok_or(PeerError::Grant(grant));
         }
         // No writer has taken it yet.
-        let granted = peer.reaches.get_mut(&grant);
+        let granted = peer.untaken.grants.get_mut(&grant);
         let granted = granted.ok_or(PeerError::Grant(grant))?;
         let place = granted.lanes.get_mut(leg.index());
         *place.ok_or(PeerError::Grant(grant))? = lane;
@@ -826,6 +904,15 @@ const LANES_MAX: usize = 1024;
 
 /// Grants of one peer that no writer has taken, or that are not closed.
 const GRANTS_MAX: usize = fabric_proto::limits::TRANSFERS_MAX;
+
+/// Extents of a peer's grants that no writer has taken: 64 MiB of them.
+const EXTENTS_UNTAKEN_MAX: usize = 1 << 21;
+
+/// How long a grant waits for its writer, whose machine hears of it at about the same time.
+const REACH_KEPT: Duration = Duration::from_secs(30);
+
+/// Lanes of one peer that are connected at a time.
+const CONNECTS_MAX: usize = 32;
 
 /// M: errno(3), ENOSPC.
 const TOO_MANY: i32 = 28;

@@ -44,8 +44,6 @@ pub(super) struct Exposer {
     all_told: bool,
     /// When something was last given back, or exposed with nothing else left.
     heard: Instant,
-    /// When the machine stopped the writer.
-    stopped: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -63,7 +61,6 @@ impl Exposer {
             binding: VecDeque::new(),
             all_told: false,
             heard: Instant::now(),
-            stopped: None,
         }
     }
 
@@ -79,9 +76,7 @@ impl Exposer {
 
     /// Whether the peer has had long enough.
     fn is_late(&self, now: Instant) -> bool {
-        let waits = |since: Instant, most| now.duration_since(since) > most;
-        let stopped = self.stopped.is_some_and(|since| waits(since, STOP_WAIT));
-        !self.windows.is_empty() && (stopped || waits(self.heard, RETURN_WAIT))
+        !self.windows.is_empty() && now.duration_since(self.heard) > RETURN_WAIT
     }
 }
 
@@ -167,9 +162,6 @@ impl Worker {
         else {
             return Ok(());
         };
-        if writer.end == Some(End::Stop) {
-            exposer.stopped = exposer.stopped.or_else(|| Some(Instant::now()));
-        }
         if exposer.windows.is_empty() {
             exposer.heard = Instant::now();
         }
@@ -299,9 +291,6 @@ const EXPOSURE_BYTES_MAX: u64 = 1 << 20;
 
 /// How many windows the bound on outstanding bytes is shared among, at least.
 const EXPOSURES_AHEAD: u64 = 8;
-
-/// How long a peer may go on reading after a stop: as long as a drain may take by default.
-const STOP_WAIT: Duration = Duration::from_secs(1);
 
 /// How long a peer may keep what it was given without giving anything back: as long as a grant may
 /// be silent by default.

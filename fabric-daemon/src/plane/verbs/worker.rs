@@ -171,6 +171,8 @@ pub(super) struct Worker {
     /// Writers that wait for their keys.
     pub(super) awaiting: BTreeMap<(LinkId, GrantId), TransferId>,
     pub(super) chain: SendChain,
+    /// For what a poll takes; elsewhere while one is taken.
+    pub(super) room: Option<Box<Completions>>,
     /// Lanes that are to be offered: when, to whom, and in which of its places.
     pub(super) due_offers: Vec<(Instant, PeerKey, usize)>,
     /// Since when some grant's sign of life waits to be told.
@@ -323,11 +325,11 @@ impl Worker {
     /// Takes completions in; whether there were any.
     fn poll(&mut self) -> bool {
         let mut worked = false;
+        let mut room = self.room.take().unwrap_or_default();
         for rail in 0..self.rails.len() {
             let mut index = 0;
             while let Some(queue) = self.rails[rail].queue(index) {
                 index += 1;
-                let mut room = Completions::new();
                 match queue.poll(&mut room) {
                     Ok(polled) => {
                         self.rails[rail].took(index - 1, polled.len());
@@ -340,6 +342,7 @@ impl Worker {
                 }
             }
         }
+        self.room = Some(room);
         worked
     }
 

@@ -139,7 +139,7 @@ impl CompletionQueue {
             return Err(VerbsError::last("ibv_poll_cq"));
         };
         let filled = completions.0.iter().take(polled);
-        // SAFETY: the call has filled the first `polled` of them.
+        // SAFETY: they were zeroes, which are a completion, before the call filled what it fills.
         Ok(filled.map(|wc| WorkCompletion::new(unsafe { wc.assume_init_ref() })))
     }
 
@@ -165,7 +165,8 @@ impl Drop for CompletionQueue {
     }
 }
 
-/// Room for what one poll takes.
+/// Room for what one poll takes. M: ibv_poll_cq(3) leaves fields of a completion as they were that
+/// mean nothing for it.
 pub(crate) struct Completions([MaybeUninit<sys::ibv_wc>; Self::MAX]);
 
 impl Completions {
@@ -173,7 +174,19 @@ impl Completions {
     pub(crate) const MAX: usize = 64;
 
     pub(crate) const fn new() -> Self {
-        Self([const { MaybeUninit::uninit() }; Self::MAX])
+        Self([const { MaybeUninit::zeroed() }; Self::MAX])
+    }
+}
+
+impl Default for Completions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Completions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Completions").finish_non_exhaustive()
     }
 }
 

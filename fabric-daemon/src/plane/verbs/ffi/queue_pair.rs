@@ -256,7 +256,8 @@ fn state(state: sys::ibv_qp_state::Type) -> sys::ibv_qp_attr {
 /// How long a sender waits that finds no receive: 0.64 ms. M: ibv_modify_qp(3), `min_rnr_timer`.
 const NOT_READY_WAIT: u8 = 12;
 
-/// For ever: a peer that never posts a receive is bounded by the machine's deadlines, not here.
+/// For ever: what a peer that never posts a receive holds up is bounded by `fail_late_writers`, and
+/// at the destination by the machine's deadlines.
 const NOT_READY_RETRIES: u8 = 7;
 
 /// 4.096 µs × 2^14 = 67 ms; times the retries: a dead peer is noticed within a second or a few.

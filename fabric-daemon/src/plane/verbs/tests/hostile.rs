@@ -10,7 +10,7 @@ use quinn::{Connection, SendStream};
 use tokio::sync::mpsc;
 
 use super::super::codec::{self, LaneNumber, LaneOffer, Message, RailAddress};
-use super::super::extents::Reach;
+use super::super::extents::{Cover, Reach};
 use super::super::ffi::{
     Access, Capacity, CompletionChannel, CompletionQueue, Completions, Local, MemoryRegion, Opcode,
     ProtectionDomain, QueuePair, RKey, Remote, Route, SendChain, Signal, Status,
@@ -196,20 +196,7 @@ impl Liar {
 
     async fn connect(&mut self, offer: LaneOffer) {
         let (queue_pair, completions) = self.queue_pair();
-        let peer = self.theirs[usize::from(offer.rail)];
-        let route = Route {
-            port: self.port,
-            gid_index: self.gid_index,
-            mtu: self.ours.mtu.min(peer.mtu),
-            is_global: peer.is_ethernet,
-            gid: peer.gid,
-            lid: peer.lid,
-            number: offer.number,
-            their_first: offer.first,
-            our_first: FIRST,
-            reads_answered: self.ours.reads,
-            reads_outstanding: peer.reads,
-        };
+        let route = self.route(offer.rail, offer.number, offer.first);
         queue_pair.connect(&route).unwrap();
         let number = queue_pair.number();
         let lane = LiarLane {
@@ -225,6 +212,53 @@ impl Liar {
             first: FIRST,
         })
         .await;
+    }
+
+    /// Offers a lane of its own, through which the destination may write memory of its own. It
+    /// takes no message there.
+    async fn offer(&mut self, lane: LaneNumber) -> (QueuePair, MemoryRegion) {
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let memory = Arc::new(testing::pool(testing::spec(1, LIAR_BYTES, 1)));
+        let region = MemoryRegion::register(&self.domain, &memory, access).unwrap();
+        let completions = CompletionQueue::new(&self.channel, 64).unwrap();
+        let capacity = Capacity {
+            sends: 1,
+            receives: 1,
+        };
+        let queue_pair = QueuePair::new(&self.domain, &completions, capacity).unwrap();
+        queue_pair.initialise(self.port, access).unwrap();
+        self.say(Message::Lane(LaneOffer {
+            lane,
+            rail: 0,
+            their_rail: 0,
+            number: queue_pair.number(),
+            first: FIRST,
+        }))
+        .await;
+        loop {
+            if let Message::LaneReady { number, first, .. } = self.hear().await {
+                queue_pair.connect(&self.route(0, number, first)).unwrap();
+                return (queue_pair, region);
+            }
+        }
+    }
+
+    /// To a queue pair of the destination.
+    fn route(&self, rail: u8, number: u32, their_first: u32) -> Route {
+        let peer = self.theirs[usize::from(rail)];
+        Route {
+            port: self.port,
+            gid_index: self.gid_index,
+            mtu: self.ours.mtu.min(peer.mtu),
+            is_global: peer.is_ethernet,
+            gid: peer.gid,
+            lid: peer.lid,
+            number,
+            their_first,
+            our_first: FIRST,
+            reads_answered: self.ours.reads,
+            reads_outstanding: peer.reads,
+        }
     }
 
     /// What a grant reaches, and through which lane. `None`: it is closed already.
@@ -929,6 +963,111 @@ async fn grants_of_a_peer_that_takes_no_messages_end_in_proof() {
     });
     let (_lane, reach) = armed.await.unwrap();
     assert_eq!(reach.extents.len(), 2);
+}
+
+/// S4: a source's pins end without the help of a destination that takes no message. It has taken
+/// the writes.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn a_destination_without_receives_holds_nothing_after_a_stop() {
+    let (mut source, _plane, mut liar) = met(&[Mode::Lane], 16).await;
+    let spec = testing::spec(1, 4096, 32);
+    source.fill(spec, &mut Random::new(48));
+    let lane = LaneNumber(7);
+    let (_queue_pair, region) = liar.offer(lane).await;
+    let mut reach = Reach::plan(&spec, &[0, 1], &[], Cover::Slots);
+    reach.extents[0].rkey = region.rkey();
+    liar.say(Message::Reach {
+        grant: GrantId(1),
+        key: testing::key(1),
+        lanes: vec![lane],
+        reach,
+    })
+    .await;
+    source.open(1, BACK, &[4, 9]);
+    source.write(1, testing::run(0, 0, 2));
+    source
+        .wait(|event| matches!(event, Event::Written(1, _)))
+        .await;
+    source.drain(1);
+    source.settle().await;
+    assert_eq!(source.count(Event::ReadsStopped(1)), 0, "it waits");
+    source.stop(1);
+    source.wait_reads_stopped(1).await;
+    assert_eq!(source.count(Event::WriterFailed(1)), 1);
+}
+
+/// S4: nor do they wait for another writer, to whom the peer has given the same lane.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn a_writer_that_waits_for_anothers_lane_is_over_soon_after_its_stop() {
+    let (mut source, _plane, mut liar) = met(&[Mode::Lane], 16).await;
+    let spec = testing::spec(1, 4096, 32);
+    source.fill(spec, &mut Random::new(49));
+    let lane = LaneNumber(7);
+    let (_queue_pair, region) = liar.offer(lane).await;
+    for grant in [1, 2] {
+        let mut reach = Reach::plan(&spec, &[0, 1], &[], Cover::Slots);
+        reach.extents[0].rkey = region.rkey();
+        let message = Message::Reach {
+            grant: GrantId(grant),
+            key: testing::key(grant),
+            lanes: vec![lane],
+            reach,
+        };
+        liar.say(message).await;
+        source.open(grant, BACK, &[4, 9]);
+        source.write(grant, testing::run(0, 0, 2));
+    }
+    source
+        .wait(|event| matches!(event, Event::Written(1, _)))
+        .await;
+    source.stop(2);
+    source.wait_reads_stopped(2).await;
+    assert_eq!(source.written(2), 0);
+    assert_eq!(source.count(Event::ReadsStopped(1)), 0, "it has its lane");
+}
+
+/// It holds one of the places for handshakes, of which there are few.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn a_peer_that_does_not_name_its_ports_is_given_up() {
+    log();
+    let (_side, plane) = side(on_one_port(&[Mode::Lane]), &Arc::default());
+    let (out, back) = testing::connect().await;
+    let silent = tokio::time::timeout(PATIENCE, plane.introduce(&back, Opener::Peer)).await;
+    silent.expect("it ends by itself").unwrap_err();
+    let (mut opened, _) = out.open_bi().await.unwrap();
+    opened.write_all(&[0]).await.unwrap();
+    let halting = tokio::time::timeout(PATIENCE, plane.introduce(&back, Opener::Peer)).await;
+    halting.expect("it ends by itself").unwrap_err();
+}
+
+/// A peer that grants what nobody waits for is cut off before that is much.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs an RDMA device: tests/rdma/run"]
+async fn grants_that_nobody_takes_are_bounded() {
+    let (_side, plane, mut liar) = met(&[Mode::Lane], 16).await;
+    let spec = testing::spec(1, 64, 1 << 14);
+    let scattered: Vec<_> = (0..8192).map(|slot| slot * 2).collect();
+    let reach = Reach::plan(&spec, &scattered, &[], Cover::Slots);
+    assert_eq!(reach.extents.len(), 8192);
+    let mut granted = 0;
+    while granted < 400 && plane.peers_refused() == 0 {
+        let message = Message::Reach {
+            grant: GrantId(granted),
+            key: testing::key(granted),
+            lanes: vec![LaneNumber(0)],
+            reach: reach.clone(),
+        };
+        if codec::send(&mut liar.sending, &message).await.is_err() {
+            break;
+        }
+        granted += 1;
+    }
+    let closed = tokio::time::timeout(PATIENCE, liar.connection.closed()).await;
+    closed.expect("it is cut off, and its link ends");
+    assert!((256..400).contains(&granted), "{granted}");
 }
 
 /// A peer that does not read what the plane says is cut off, and its link ends.
