@@ -1,6 +1,6 @@
 //! Helper processes that are driven by lines.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command as StdCommand, Stdio};
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use tokio::sync::mpsc;
 #[derive(Debug)]
 pub struct LineChild {
     name: String,
+    log: PathBuf,
     child: Child,
     input: ChildStdin,
     lines: mpsc::Receiver<String>,
@@ -28,6 +29,7 @@ impl LineChild {
     ///
     /// If it cannot be started.
     pub fn spawn(name: &str, command: StdCommand, log: &Path) -> Result<Self> {
+        let path = log.to_owned();
         let log = std::fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -52,6 +54,7 @@ impl LineChild {
         });
         Ok(Self {
             name: name.to_owned(),
+            log: path,
             child,
             input,
             lines,
@@ -91,7 +94,11 @@ impl LineChild {
                     self.name,
                     self.early
                 ),
-                Ok(None) => bail!("{} ended before it said {prefix:?}", self.name),
+                Ok(None) => bail!(
+                    "{} ended before it said {prefix:?}; its log: {}",
+                    self.name,
+                    std::fs::read_to_string(&self.log).unwrap_or_else(|error| error.to_string())
+                ),
                 Ok(Some(line)) if line.starts_with(prefix) => return Ok(line),
                 Ok(Some(line)) => self.early.push(line),
             }

@@ -497,7 +497,11 @@ impl Worker {
                 self.break_lanes(context, Some(port), "the port is down");
             }
             AsyncEvent::DeviceFatal => {
-                error!(device, "the device is lost");
+                // S1: what cannot be destroyed may still write; then `MUST_END` ends the process.
+                error!(
+                    device,
+                    "the device is lost; the daemon ends if what it had open there cannot be closed"
+                );
                 self.break_lanes(context, None, "the device is lost");
             }
             AsyncEvent::Other(kind) => debug!(device, kind, "a device's event"),
