@@ -243,6 +243,19 @@ impl Liar {
         }
     }
 
+    /// Grants two slots of the liar's own memory, through a lane that it offered.
+    async fn grant(&mut self, grant: u64, lane: LaneNumber, region: &MemoryRegion) {
+        let mut reach = Reach::plan(&testing::spec(1, 4096, 32), &[0, 1], &[], Cover::Slots);
+        reach.extents[0].rkey = region.rkey();
+        self.say(Message::Reach {
+            grant: GrantId(grant),
+            key: testing::key(grant),
+            lanes: vec![lane],
+            reach,
+        })
+        .await;
+    }
+
     /// To a queue pair of the destination.
     fn route(&self, rail: u8, number: u32, their_first: u32) -> Route {
         let peer = self.theirs[usize::from(rail)];
@@ -975,15 +988,7 @@ async fn a_destination_without_receives_holds_nothing_after_a_stop() {
     source.fill(spec, &mut Random::new(48));
     let lane = LaneNumber(7);
     let (_queue_pair, region) = liar.offer(lane).await;
-    let mut reach = Reach::plan(&spec, &[0, 1], &[], Cover::Slots);
-    reach.extents[0].rkey = region.rkey();
-    liar.say(Message::Reach {
-        grant: GrantId(1),
-        key: testing::key(1),
-        lanes: vec![lane],
-        reach,
-    })
-    .await;
+    liar.grant(1, lane, &region).await;
     source.open(1, BACK, &[4, 9]);
     source.write(1, testing::run(0, 0, 2));
     source
@@ -1007,15 +1012,7 @@ async fn a_writer_that_waits_for_anothers_lane_is_over_soon_after_its_stop() {
     let lane = LaneNumber(7);
     let (_queue_pair, region) = liar.offer(lane).await;
     for grant in [1, 2] {
-        let mut reach = Reach::plan(&spec, &[0, 1], &[], Cover::Slots);
-        reach.extents[0].rkey = region.rkey();
-        let message = Message::Reach {
-            grant: GrantId(grant),
-            key: testing::key(grant),
-            lanes: vec![lane],
-            reach,
-        };
-        liar.say(message).await;
+        liar.grant(grant, lane, &region).await;
         source.open(grant, BACK, &[4, 9]);
         source.write(grant, testing::run(0, 0, 2));
     }
