@@ -36,7 +36,10 @@
 //! What the hardware adds, and what is not left to it. A device that keeps to the specification
 //! confines a writer to the bytes of its windows, and after an invalidation refuses it whatever it
 //! posts (S1, S7). Soft-RoCE checks a window's key, state and queue pair, but not its bounds: it
-//! takes a write past the end as long as the region goes on (measured). So nothing here relies on
+//! takes a write past the end as long as the region goes on (measured). And it checks them one
+//! after the other without the window's lock, so a key of before, used in the very moment in which
+//! the window is bound again for the same lane, can pass as its successor (seen, with a peer that
+//! lies): the peer then has what it is about to be granted, and no more. So nothing here relies on
 //! bounds alone: an honest writer looks every page up in what it was granted, every page is
 //! verified after the grant is closed (S2), and a writer that strays through a window of its own
 //! breaks another lease's checksum at worst, which is then found, never read.
