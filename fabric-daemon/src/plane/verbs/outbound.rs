@@ -685,9 +685,6 @@ impl Worker {
     // S4: a source's pins end without the peer's help.
     pub(super) fn fail_late_writers(&mut self, now: Instant) {
         let is_late = |writer: &Writer| now.duration_since(writer.opened) > REACH_WAIT;
-        for peer in self.peers.values_mut() {
-            peer.untaken.forget_late(now);
-        }
         let late = self.awaiting.values().copied();
         let late: Vec<_> = late
             .filter(|transfer| self.writers.get(transfer).is_some_and(is_late))

@@ -402,6 +402,9 @@ impl Worker {
         }
         if now.duration_since(self.looked_for_late) >= LATE_EVERY {
             self.looked_for_late = now;
+            for peer in self.peers.values_mut() {
+                peer.untaken.forget_late(now);
+            }
             self.fail_late_writers(now);
             self.fence_late_legs(now);
             self.fail_unread_writers(now);
